@@ -1,0 +1,52 @@
+"""LEAF: the typed errors of both packages.
+
+A `UserError` is a mistake the caller can repair: the command line prints it without a traceback and exits with
+code 2. A broken invariant of ours is an `assert`, never a `UserError`.
+"""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """A mistake in what the user handed over.
+
+    Args:
+        owner: who refuses, e.g. ``"config"`` or ``"checkpoint model.safetensors"``.
+        got: what arrived.
+        expected: what would have been accepted.
+        repair: what to do about it.
+    """
+
+    exit_code = 2
+
+    def __init__(self, owner: str, *, got: str, expected: str, repair: str) -> None:
+        self.owner, self.got, self.expected, self.repair = owner, got, expected, repair
+        super().__init__(f"{owner}: got {got}; expected {expected}. {repair}")
+
+
+class ConfigError(UserError):
+    """The YAML, or a command-line value."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that is missing, damaged, of a kind that is refused, or unlike its own config."""
+
+
+class UnsupportedModelError(UserError):
+    """A model whose config asks for arithmetic the spec cannot say."""
+
+
+class BundleError(UserError):
+    """A bundle that is missing, incomplete, altered, or cannot be written."""
+
+
+class RuntimeLimitError(UserError):
+    """A call that would go past a limit of the bundle (context, chunk, vocabulary); the session is unharmed."""
+
+
+class GraphContractError(UserError):
+    """An exported program that lacks a property its bundle promises."""
+
+
+class VerificationError(UserError):
+    """A program whose numbers are not those of the model it came from."""
