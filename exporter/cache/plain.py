@@ -1,0 +1,130 @@
+"""The meaning of the caches, in plain aten that every back end can lower.
+
+Letters: B batch (1), Q query_len, C capacity, T rows attended to, H heads, K KV heads, G = H / K, D head_dim.
+No scatter is used: a ring is rewritten by one gather after attention, a single row by a slice write.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from exporter.cache import masks
+from exporter.cache.interface import Extras, Rows, check_single_query
+
+
+class RingKVCache:
+    """The last C rows of a sliding layer, ``[B, C, K, D]``; the attention window W is at most C."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, window: int) -> None:
+        assert 1 <= window <= keys.shape[1], f"window {window} does not fit a ring of {keys.shape[1]} rows"
+        self.keys, self.values, self.window = keys, values, window
+
+    @property
+    def capacity(self) -> int:
+        return int(self.keys.shape[1])
+
+    def fetch_and_concat(self, keys: torch.Tensor, values: torch.Tensor, offset: int) -> Rows:
+        rows = self.written((self.keys, self.values), offset)
+        return torch.cat([rows[0], keys], 1), torch.cat([rows[1], values], 1)
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, offset: int) -> None:
+        """Slot j takes the newest token congruent to j: from the chunk if it is there, else what the ring held."""
+        query_len = keys.shape[1]
+        held = masks.ring_positions(offset + query_len, self.capacity)
+        from_chunk = held - offset + self.capacity  # row of the concatenation [ring, chunk]
+        source = torch.where(held >= offset, from_chunk, torch.arange(self.capacity))
+        for cache, chunk in ((self.keys, keys), (self.values, values)):
+            cache.copy_(torch.cat([cache, chunk], 1).index_select(1, source))
+
+    def written(self, rows: Rows, count: int) -> Rows:
+        """`rows` with those that hold none of the first `count` tokens as zeros (see `zero_unwritten`)."""
+        return zero_unwritten(rows[0], count), zero_unwritten(rows[1], count)
+
+    def update_and_fetch(self, keys: torch.Tensor, values: torch.Tensor, offset: int) -> Rows:
+        check_single_query(keys.shape[1])
+        slot = offset % self.capacity
+        self.keys.narrow(1, slot, 1).copy_(keys)
+        self.values.narrow(1, slot, 1).copy_(values)
+        return self.keys, self.values
+
+
+class FullKVCache:
+    """A global layer's rows in order of position, ``[B, rows, K, D]`` with rows >= offset + Q."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.keys, self.values = keys, values
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, offset: int) -> None:
+        query_len = keys.shape[1]
+        self.keys.narrow(1, offset, query_len).copy_(keys)
+        self.values.narrow(1, offset, query_len).copy_(values)
+
+    def update_and_fetch(self, keys: torch.Tensor, values: torch.Tensor, offset: int) -> Rows:
+        self.update(keys, values, offset)
+        return self.keys, self.values
+
+
+def zero_unwritten(ring: torch.Tensor, count: int) -> torch.Tensor:
+    """The ring ``[B, C, K, D]`` with every row that holds none of the first `count` tokens replaced by zeros.
+
+    A mask gives such a row weight 0, but 0 times what uninitialised memory holds may be NaN.
+    """
+    written = masks.ring_positions(count, ring.shape[1]) >= 0
+    return torch.where(written.view(1, -1, 1, 1), ring, 0.0)
+
+
+def zero_rows_from(cache: torch.Tensor, count: int) -> torch.Tensor:
+    """A cache ``[B, rows, K, D]`` in order of position with the rows from `count` on, not written yet, as zeros."""
+    return torch.where((torch.arange(cache.shape[1]) < count).view(1, -1, 1, 1), cache, 0.0)
+
+
+def attention(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, extras: Extras
+) -> torch.Tensor:
+    """Softmax attention from its definition, ``[B, Q, H, D]``; each KV head serves G consecutive query heads.
+
+    A sink is one more score per head that takes part in the softmax and has no value (GPT-OSS).
+    """
+    batch, query_len, num_heads, head_dim = query.shape
+    num_kv_heads = keys.shape[2]
+    group = num_heads // num_kv_heads
+    query_BKGQD = query.view(batch, query_len, num_kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
+    keys_BK1DT = keys.permute(0, 2, 3, 1).unsqueeze(2)
+    values_BK1TD = values.permute(0, 2, 1, 3).unsqueeze(2)
+    scores = torch.matmul(query_BKGQD * extras.scale, keys_BK1DT)
+    if extras.softcap is not None:
+        scores = torch.tanh(scores / extras.softcap) * extras.softcap
+    scores = scores + masks.additive(visible, scores.dtype)
+    if extras.sinks is not None:
+        sinks = extras.sinks.view(1, num_kv_heads, group, 1, 1).expand(batch, -1, -1, query_len, 1)
+        weights = torch.softmax(torch.cat([scores, sinks], -1), -1).narrow(-1, 0, keys.shape[1])
+    else:
+        weights = torch.softmax(scores, -1)
+    attended_BKGQD = torch.matmul(weights, values_BK1TD)
+    return attended_BKGQD.permute(0, 3, 1, 2, 4).reshape(batch, query_len, num_heads, head_dim)
+
+
+class PlainKernels:
+    """`CacheKernels` in plain aten."""
+
+    name = "plain"
+
+    def ring(self, keys: torch.Tensor, values: torch.Tensor, window: int) -> RingKVCache:
+        return RingKVCache(keys, values, window)
+
+    def full(self, keys: torch.Tensor, values: torch.Tensor) -> FullKVCache:
+        return FullKVCache(keys, values)
+
+    def attend_masked(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, extras: Extras
+    ) -> torch.Tensor:
+        return attention(query, keys, values, visible, extras)
+
+    def attend_causal(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, offset: int, extras: Extras
+    ) -> torch.Tensor:
+        """Every allocated row takes part under a mask: a slice of ``offset + Q`` rows could not be traced for all
+        lengths, because torch.export tells a length of 1 from all others."""
+        count = offset + query.shape[1]
+        visible = masks.causal_mask(offset, query.shape[1], keys.shape[1])
+        return attention(query, zero_rows_from(keys, count), zero_rows_from(values, count), visible, extras)

@@ -1,0 +1,73 @@
+"""Grouped-query attention over a caller-owned cache.
+
+Letters: Q query_len, C capacity, H heads, K KV heads, D head_dim, `offset` = tokens before this call.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from exporter.cache import masks
+from exporter.cache.interface import CacheKernels, Extras
+from exporter.model.norms import RMSNorm
+from exporter.model.rope import rotate
+from exporter.spec import AttentionSpec
+
+Rotary = tuple[torch.Tensor, torch.Tensor] | None
+
+
+class Attention(torch.nn.Module):
+    """One attention layer, sliding or global, as its spec says."""
+
+    def __init__(self, spec: AttentionSpec, hidden_size: int, norm_eps: float, kernels: CacheKernels) -> None:
+        super().__init__()
+        self.spec, self.kernels = spec, kernels
+        query_size, kv_size = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
+        self.q_proj = torch.nn.Linear(hidden_size, query_size, bias=spec.qkv_bias)
+        self.k_proj = torch.nn.Linear(hidden_size, kv_size, bias=spec.qkv_bias)
+        self.v_proj = torch.nn.Linear(hidden_size, kv_size, bias=spec.qkv_bias)
+        self.o_proj = torch.nn.Linear(query_size, hidden_size, bias=spec.output_bias)
+        if spec.qk_norm:
+            self.q_norm = RMSNorm(spec.head_dim, norm_eps)
+            self.k_norm = RMSNorm(spec.head_dim, norm_eps)
+        if spec.sinks:
+            self.sinks = torch.nn.Parameter(torch.zeros(spec.num_attention_heads))
+
+    def forward(
+        self, hidden: torch.Tensor, rotary: Rotary, states: list[torch.Tensor], *, offset: int,
+        window: int | None, write_first: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        """hidden ``[1, Q, hidden_size]``; states: keys and values ``[1, rows, K, D]``, written in place.
+
+        `window` is the layer's window as the state was planned (never more than the context).
+        """
+        query_len = hidden.shape[1]
+        query = self.q_proj(hidden).view(1, query_len, -1, self.spec.head_dim)
+        keys = self.k_proj(hidden).view(1, query_len, -1, self.spec.head_dim)
+        values = self.v_proj(hidden).view(1, query_len, -1, self.spec.head_dim)
+        if self.spec.qk_norm:
+            query, keys = self.q_norm(query), self.k_norm(keys)
+        if rotary is not None:
+            query, keys = rotate(query, *rotary), rotate(keys, *rotary)
+        extras = Extras(self.spec.scale, self.spec.logit_softcap, self.sinks if self.spec.sinks else None)
+        cache_keys, cache_values = states
+        if window is None:
+            full = self.kernels.full(cache_keys, cache_values)
+            rows = full.update_and_fetch(keys, values, offset)
+            attended = self.kernels.attend_causal(query, *rows, offset, extras)
+        else:
+            ring = self.kernels.ring(cache_keys, cache_values, window)
+            capacity = cache_keys.shape[1]
+            if not write_first:
+                rows = ring.fetch_and_concat(keys, values, offset)
+                visible = masks.concat_window_causal_mask(offset, query_len, capacity, window)
+                attended = self.kernels.attend_masked(query, *rows, visible, extras)
+                ring.update(keys, values, offset)
+            elif capacity == window:  # softmax does not mind the order of slots: no mask
+                rows = ring.update_and_fetch(keys, values, offset)
+                attended = self.kernels.attend_causal(query, *rows, masks.last_live_row(offset, capacity), extras)
+            else:
+                rows = ring.update_and_fetch(keys, values, offset)
+                visible = masks.ring_window_causal_mask(offset + 1, capacity, window)
+                attended = self.kernels.attend_masked(query, *ring.written(rows, offset + 1), visible, extras)
+        return self.o_proj(attended.reshape(1, query_len, -1))

@@ -1,0 +1,123 @@
+"""The decoder, built from a `ModelSpec`.
+
+Letters: Q query_len, S seq_len, V vocab_size, D hidden_size. `offset` = S - Q.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from exporter.cache.interface import CacheKernels
+from exporter.cache.plain import PlainKernels
+from exporter.model.attention import Attention
+from exporter.model.convolution import ShortConv
+from exporter.model.mlp import MLP
+from exporter.model.moe import MoE
+from exporter.model.norms import RMSNorm
+from exporter.model.rope import RotaryTable
+from exporter.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, StateSpec
+
+
+class DecoderLayer(torch.nn.Module):
+    """Mixer and feed-forward, each behind a norm and a residual; with `post_norms` each is normed once more."""
+
+    def __init__(self, spec: LayerSpec, model: ModelSpec, kernels: CacheKernels) -> None:
+        super().__init__()
+        size, eps = model.hidden_size, model.norm_eps
+        self.post_norms = spec.post_norms
+        self.input_norm = RMSNorm(size, eps)
+        self.mixer: Attention | ShortConv
+        if isinstance(spec.mixer, AttentionSpec):
+            self.mixer = Attention(spec.mixer, size, eps, kernels)
+        else:
+            self.mixer = ShortConv(spec.mixer, size)
+        self.feed_forward_norm = RMSNorm(size, eps)
+        feed_forward = spec.feed_forward
+        self.feed_forward = MLP(feed_forward, size) if isinstance(feed_forward, MLPSpec) else MoE(feed_forward, size)
+        if spec.post_norms:
+            self.post_mixer_norm = RMSNorm(size, eps)
+            self.post_feed_forward_norm = RMSNorm(size, eps)
+
+    def mix(self, hidden: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+        return hidden + (self.post_mixer_norm(mixed) if self.post_norms else mixed)
+
+    def feed(self, hidden: torch.Tensor) -> torch.Tensor:
+        fed = self.feed_forward(self.feed_forward_norm(hidden))
+        return hidden + (self.post_feed_forward_norm(fed) if self.post_norms else fed)
+
+
+class Decoder(torch.nn.Module):
+    """A decoder language model over caller-owned state.
+
+    Args:
+        spec: what to build.
+        states: the state's plan (`spec.state_specs`), which fixes each layer's effective window.
+        kernels: the cache implementation; plain aten unless a back end brings its own.
+    """
+
+    def __init__(self, spec: ModelSpec, states: Sequence[StateSpec], kernels: CacheKernels | None = None) -> None:
+        super().__init__()
+        self.spec = spec
+        self.states = tuple(states)
+        kernels = kernels or PlainKernels()
+        self.embed_tokens: torch.nn.Module = torch.nn.Embedding(spec.vocab_size, spec.hidden_size)
+        self.layers = torch.nn.ModuleList(DecoderLayer(layer, spec, kernels) for layer in spec.layers)
+        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps)
+        self.lm_head: torch.nn.Module = torch.nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
+        if spec.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+        ropes = [layer.mixer.rope if isinstance(layer.mixer, AttentionSpec) else None for layer in spec.layers]
+        distinct = [rope for i, rope in enumerate(ropes) if rope is not None and rope not in ropes[:i]]
+        self.rotary_tables = torch.nn.ModuleList(RotaryTable(rope) for rope in distinct)
+        self.rotary_index = [None if rope is None else distinct.index(rope) for rope in ropes]
+        self.layer_states = [[i for i, s in enumerate(states) if s.layer == n] for n in range(len(spec.layers))]
+
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, states: Sequence[torch.Tensor], write_first: bool
+    ) -> torch.Tensor:
+        """input_ids int64 ``[1, Q]``, position_ids int64 ``[1, S]`` (only its length counts) to logits ``[1, V]``.
+
+        The logits are those of the last token. `states`, in the order of the plan, are written in place.
+        `write_first` selects decode's ring access and takes exactly one token.
+
+        Raises:
+            ValueError: `write_first` with Q > 1 on a model with sliding layers.
+        """
+        query_len = input_ids.shape[1]
+        offset = position_ids.shape[1] - query_len
+        torch._check(offset >= 0)
+        hidden = self.embed_tokens(input_ids)
+        if self.spec.embedding_scale != 1.0:
+            hidden = hidden * self.spec.embedding_scale
+        positions = (torch.arange(query_len) + offset).to(torch.float32)
+        rotary = [table(positions) for table in self.rotary_tables]
+        for layer, rope, indices in zip(self.layers, self.rotary_index, self.layer_states, strict=True):
+            own = [states[i] for i in indices]
+            normed = layer.input_norm(hidden)
+            if isinstance(layer.mixer, Attention):
+                window = self.states[indices[0]].window
+                turn = None if rope is None else rotary[rope]
+                mixed = layer.mixer(normed, turn, own, offset=offset, window=window, write_first=write_first)
+            else:
+                mixed = layer.mixer(normed, own[0], offset)
+            hidden = layer.feed(layer.mix(hidden, mixed))
+        logits = self.lm_head(self.norm(hidden[:, -1:, :]))[:, 0]
+        if self.spec.final_logit_softcap is not None:
+            logits = torch.tanh(logits / self.spec.final_logit_softcap) * self.spec.final_logit_softcap
+        return logits
+
+    def make_states(self) -> list[torch.Tensor]:
+        """Zeroed tensors with every state at its first size."""
+        return [torch.zeros(state.shape(), dtype=getattr(torch, state.dtype)) for state in self.states]
+
+
+def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Every parameter a checkpoint must bring, by name; a tied head is no parameter of its own."""
+    with torch.device("meta"):
+        decoder = Decoder(spec, [])
+    shapes = {name: tuple(p.shape) for name, p in decoder.named_parameters()}
+    if not spec.tie_word_embeddings:
+        shapes["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
+    return shapes

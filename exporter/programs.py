@@ -1,0 +1,91 @@
+"""Trace a decoder into its programs, each on its own.
+
+Letters: Q query_len, S seq_len, rows: rows allocated to every global layer, V vocab_size.
+
+`prefill` takes ``input_ids [1, Q]``, ``position_ids [1, S]`` and the states, and reads rings before it writes them;
+`main` takes one token and writes first. Prefill is never cut out of main's graph: it would inherit main's order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.export import Dim, ExportedProgram
+
+from exporter.model.decoder import Decoder
+from exporter.spec import MethodSpec, TensorSpec
+
+Method = Literal["prefill", "main"]
+METHODS: tuple[Method, ...] = ("prefill", "main")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The inclusive maxima every program declares."""
+
+    max_context_length: int
+    max_prefill_chunk: int
+
+
+class ProgramModule(torch.nn.Module):
+    """A decoder with its access order fixed, in the calling convention of the exported programs."""
+
+    def __init__(self, decoder: Decoder, method: Method) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.write_first = method == "main"
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *states: torch.Tensor) -> torch.Tensor:
+        return self.decoder(input_ids, position_ids, states, self.write_first)
+
+
+def method_spec(decoder: Decoder, method: Method, limits: Limits) -> MethodSpec:
+    """The interface of a method: the one place where its dynamic dimensions and their ranges are decided."""
+    context = limits.max_context_length
+    dims = {"seq_len": (1 if method == "main" else 2, context)}
+    if method == "prefill":
+        dims["query_len"] = (2, min(limits.max_prefill_chunk, context))
+    states = []
+    for state in decoder.states:
+        shape: tuple[int | str, ...] = state.shape()
+        if state.kind == "full":
+            dims["rows"] = (min(2, context), context)
+            shape = (1, "rows", *state.row_shape)
+        states.append(TensorSpec(name=state.name, shape=shape, dtype=state.dtype))
+    return MethodSpec(
+        inputs=(
+            TensorSpec(name="input_ids", shape=(1, "query_len" if method == "prefill" else 1), dtype="int64"),
+            TensorSpec(name="position_ids", shape=(1, "seq_len"), dtype="int64"),
+            *states,
+        ),
+        outputs=(TensorSpec(name="logits", shape=(1, decoder.spec.vocab_size), dtype="float32"),),
+        dims=dims,
+        mutates=tuple(state.name for state in decoder.states),
+    )
+
+
+def trace(decoder: Decoder, method: Method, limits: Limits) -> ExportedProgram:
+    """Export one method with its declared dynamic shapes."""
+    spec = method_spec(decoder, method, limits)
+    dims = {name: Dim(name, min=low, max=high) for name, (low, high) in spec.dims.items()}
+    example = {"query_len": min(8, dims_high(spec, "query_len")), "rows": dims_high(spec, "rows")}
+    example["seq_len"] = min(example["query_len"] + 3, dims_high(spec, "seq_len"))
+    arguments, dynamic = [], []
+    for tensor in spec.inputs:
+        shape = [example[n] if isinstance(n, str) else n for n in tensor.shape]
+        arguments.append(torch.zeros(shape, dtype=getattr(torch, tensor.dtype)))
+        dynamic.append({axis: dims[n] for axis, n in enumerate(tensor.shape) if isinstance(n, str)})
+    with torch.no_grad():
+        return torch.export.export(
+            ProgramModule(decoder, method).eval(),
+            tuple(arguments),
+            dynamic_shapes=(dynamic[0], dynamic[1], tuple(dynamic[2:])),
+            strict=False,
+            prefer_deferred_runtime_asserts_over_guards=True,
+        )
+
+
+def dims_high(spec: MethodSpec, name: str) -> int:
+    return spec.dims.get(name, (1, 1))[1]
