@@ -1,0 +1,181 @@
+"""The YAML file of one export: `load_config` reads it, `resolve` settles what depends on the model.
+
+Everything the user can get wrong raises `ConfigError` and says which field, what arrived, what was expected and how to
+repair it; a key nobody reads is an error, at any depth.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, field_validator, model_validator
+
+from exporter.errors import ConfigError
+from exporter.spec import CachePolicy, ModelSpec, QuantizationSpec
+
+# A dotted module would make importlib import its parent package.
+_PACKAGE_FILE = re.compile(r"[A-Za-z_]\w*:(?!/)(?!.*(?:^|[:/])\.\.(?:/|$)).+")
+
+
+class _Config(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class CheckpointConfig(_Config):
+    """Where the weights are: either `path` or `package_files`.
+
+    `path` is a Hugging Face directory (safetensors) or a ``.gguf`` file, relative to the YAML file. `package_files` are
+    files shipped in installed Python packages, ``module:relative/path``, joined in order when there are several.
+    `sha256` is that of the resulting file and is verified; `cache_dir` is where joined files are kept
+    (``~/.cache/ring-exporter`` when absent).
+    """
+
+    path: Path | None = None
+    package_files: tuple[str, ...] | None = None
+    cache_dir: Path | None = None
+    sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    license: str | None = None
+
+    @field_validator("package_files")
+    @classmethod
+    def _package_files_are_places(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if value is not None and not value:
+            raise ValueError("at least one module:relative/path")
+        for item in value or ():
+            if not _PACKAGE_FILE.fullmatch(item):
+                raise ValueError(f"module:relative/path with a top-level module and no '..', not {item!r}")
+        return value
+
+    @model_validator(mode="after")
+    def _one_place(self) -> CheckpointConfig:
+        if (self.path is None) == (self.package_files is None):
+            raise ValueError("exactly one of path and package_files")
+        return self
+
+
+class ExportConfig(_Config):
+    """One export. ``max_context_length: null`` means the model's own `max_position_embeddings`."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    checkpoint: CheckpointConfig
+    dtype: Literal["float32"] = "float32"
+    max_context_length: StrictInt | None = Field(default=None, ge=2)
+    max_prefill_chunk: StrictInt = Field(default=512, ge=2)
+    cache: CachePolicy = CachePolicy()
+    quantization: QuantizationSpec = QuantizationSpec()
+    targets: tuple[Literal["executorch"], ...] = ("executorch",)
+
+    @field_validator("targets")
+    @classmethod
+    def _targets_are_a_set(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value or len(set(value)) != len(value):
+            raise ValueError("at least one target, each named once")
+        return value
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """PyYAML keeps the last of two equal keys; here the second one is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Hashable] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, Hashable) and key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _model_at(place: tuple[int | str, ...]) -> type[BaseModel]:
+    """The model that holds the key at the end of `place`."""
+    model: type[BaseModel] = ExportConfig
+    for part in place[:-1]:
+        annotation = model.model_fields[str(part)].annotation
+        assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
+        model = annotation
+    return model
+
+
+def _explain(owner: str, error: ValidationError) -> ConfigError:
+    """Pydantic's findings as one error in our own words."""
+    got: list[str] = []
+    expected: list[str] = []
+    for item in error.errors():
+        place = tuple(item["loc"])
+        name = ".".join(str(part) for part in place) or "the file"
+        if item["type"] == "extra_forbidden":
+            where = ".".join(str(part) for part in place[:-1]) or "the top level"
+            got.append(f"unknown key {place[-1]!r} in {where}")
+            expected.append(f"in {where} one of {', '.join(sorted(_model_at(place).model_fields))}")
+        elif item["type"] == "missing":
+            got.append(f"no {name}")
+            expected.append(f"a value for {name}")
+        else:
+            got.append(f"{name} = {item['input']!r}" if item["type"] != "value_error" or place else name)
+            expected.append(f"{name}: {item['msg'].removeprefix('Value error, ')}")
+    return ConfigError(
+        owner, got="; ".join(got), expected="; ".join(dict.fromkeys(expected)), repair="Correct the YAML file."
+    )
+
+
+def _read_yaml(path: Path) -> dict[Any, Any]:
+    owner = f"config {path.name}"
+    try:
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            "config", got=f"{path}: {error}", expected="a readable YAML file", repair="Check the path."
+        ) from error
+    except yaml.YAMLError as error:
+        text = " ".join(str(error).split())
+        raise ConfigError(owner, got=f"invalid YAML ({text})", expected="valid YAML", repair="Correct it.") from error
+    if not isinstance(data, dict):
+        got = "an empty file" if data is None else f"a {type(data).__name__}"
+        keys = ", ".join(ExportConfig.model_fields)
+        raise ConfigError(owner, got=got, expected=f"a mapping with the keys {keys}", repair="See configs/.")
+    return data
+
+
+def load_config(path: str | Path) -> ExportConfig:
+    """Read a YAML file; relative paths in it count from its own folder.
+
+    Raises:
+        ConfigError: the file is missing, empty or no YAML, a key is unknown, a value is missing or out of range.
+    """
+    path = Path(path)
+    data = _read_yaml(path)
+    try:
+        config = ExportConfig.model_validate(data)
+    except ValidationError as error:
+        raise _explain(f"config {path.name}", error) from error
+    checkpoint = config.checkpoint
+    base = path.resolve().parent
+    places = {"path": checkpoint.path, "cache_dir": checkpoint.cache_dir}
+    absolute = {key: base / value.expanduser() for key, value in places.items() if value is not None}
+    return config.model_copy(update={"checkpoint": checkpoint.model_copy(update=absolute)})
+
+
+def resolve(config: ExportConfig, spec: ModelSpec) -> ExportConfig:
+    """Settle the lengths against the model: the result's `max_context_length` is a number.
+
+    A prefill chunk longer than the whole context is shortened to it.
+
+    Raises:
+        ConfigError: `max_context_length` is above the model's `max_position_embeddings`.
+    """
+    limit = spec.max_position_embeddings
+    length = limit if config.max_context_length is None else config.max_context_length
+    if length > limit:
+        raise ConfigError(
+            "config",
+            got=f"max_context_length = {length}",
+            expected=f"at most {limit}, the model's max_position_embeddings",
+            repair="Lower it, or leave it out to get the model's own.",
+        )
+    return config.model_copy(
+        update={"max_context_length": length, "max_prefill_chunk": min(config.max_prefill_chunk, length)}
+    )
