@@ -1,0 +1,159 @@
+"""A Hugging Face directory: ``config.json`` and ``model.safetensors``, whole or in shards. Pickles are never opened."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from exporter.checkpoint.base import Checkpoint, StoredTensor
+from exporter.errors import CheckpointError
+from exporter.families import from_hf
+
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_DTYPES = ("F32", "F16", "BF16")
+
+
+def refuse_pickle(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {path.name}",
+        got="a pickled PyTorch file, which runs code when it is opened",
+        expected=f"{WEIGHTS}, or a .gguf file",
+        repair="Take the safetensors version of the model, or convert it where you trust it.",
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        CheckpointError: the file cannot be read or holds something else.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"checkpoint {path.name}", got=str(error), expected="readable JSON", repair="Fetch the file again."
+        ) from error
+    if not isinstance(data, dict):
+        raise CheckpointError(
+            f"checkpoint {path.name}",
+            got=f"a {type(data).__name__}",
+            expected="a JSON object",
+            repair="Fetch the file again.",
+        )
+    return data
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"checkpoint {path.name}",
+            got=f"an unreadable file ({error})",
+            expected="a complete safetensors file",
+            repair="Download or copy the file again.",
+        ) from error
+
+
+class SafetensorsCheckpoint(Checkpoint):
+    """`hf_config` is ``config.json`` as it stands; `license` what the export's config says."""
+
+    kind = "safetensors"
+
+    def __init__(self, path: Path, license: str | None) -> None:
+        self.path, self.name, self.license = path, path.resolve().name, license
+        config_file = path / "config.json"
+        if not config_file.is_file():
+            raise CheckpointError(
+                f"checkpoint {self.name}",
+                got="a directory without config.json",
+                expected=f"a Hugging Face directory (config.json, {WEIGHTS}); a .gguf file is named itself",
+                repair="Correct checkpoint.path.",
+            )
+        self.hf_config = read_json(config_file)
+        self._index = self._weight_map()
+        self.family, self.spec = from_hf(self.hf_config)
+
+    def _weight_map(self) -> dict[str, list[str]]:
+        """Weight file -> the tensors the index promises in it; a single file promises nothing."""
+        if (self.path / WEIGHTS).is_file():
+            return {WEIGHTS: []}
+        if not (self.path / INDEX).is_file():
+            pickles = sorted(p for p in self.path.iterdir() if p.suffix in PICKLE_SUFFIXES)
+            if pickles:
+                raise refuse_pickle(pickles[0])
+            raise CheckpointError(
+                f"checkpoint {self.name}",
+                got="a directory without weights",
+                expected=f"{WEIGHTS}, or {INDEX} and its shards",
+                repair="Fetch the weights.",
+            )
+        index = read_json(self.path / INDEX).get("weight_map")
+        shards: dict[str, list[str]] = {}
+        for key, file in (index if isinstance(index, dict) else {}).items():
+            shards.setdefault(str(file), []).append(key)
+        if absent := sorted(f for f in shards if Path(f).name != f or not (self.path / f).is_file()):
+            raise CheckpointError(
+                f"checkpoint {INDEX}",
+                got=f"shards that are not in the directory: {', '.join(absent)}",
+                expected="every shard beside the index",
+                repair="Fetch the missing shards.",
+            )
+        if not shards:
+            raise CheckpointError(
+                f"checkpoint {INDEX}", got="no weight_map", expected="tensor -> shard", repair="Fetch it again."
+            )
+        return shards
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        index = () if WEIGHTS in self._index else (self.path / INDEX,)
+        return (self.path / "config.json", *index, *(self.path / file for file in sorted(self._index)))
+
+    @property
+    def weight_files(self) -> tuple[Path, ...]:
+        return tuple(self.path / file for file in sorted(self._index))
+
+    def _stored(self) -> list[StoredTensor]:
+        stored: list[StoredTensor] = []
+        absent: list[str] = []
+        dtypes: list[str] = []
+        for file, promised in self._index.items():
+            with _opened(self.path / file) as weights:
+                keys = list(weights.keys())
+                absent += [f"{key} in {file}" for key in promised if key not in keys]
+                for key in keys:
+                    if self.family.is_ignored_hf(key):
+                        continue
+                    view = weights.get_slice(key)
+                    if view.get_dtype() not in _DTYPES:
+                        dtypes.append(f"{key} in {file} is {view.get_dtype()}")
+                    target = self.family.target_from_hf(key, self.spec)
+                    stored.append(StoredTensor(key, file, tuple(view.get_shape()), target))
+        for wrong, expected in (
+            (absent, "every tensor the index names in the shard it names"),
+            (dtypes, f"weights of type {', '.join(_DTYPES)}"),
+        ):
+            if wrong:
+                raise CheckpointError(
+                    f"checkpoint {self.name}",
+                    got=f"{len(wrong)} tensors that break this: {'; '.join(wrong[:5])}",
+                    expected=expected,
+                    repair="Fetch index and shards again, from one place.",
+                )
+        return stored
+
+    def _read(self, tensor: StoredTensor) -> torch.Tensor:
+        with _opened(self.path / tensor.file) as weights:
+            # A clone: the file's pages must not stay mapped under the model.
+            return weights.get_tensor(tensor.key).to(torch.float32, copy=True)
