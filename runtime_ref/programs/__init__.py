@@ -1,0 +1,56 @@
+"""The programs of a bundle behind one interface, whatever format they were lowered to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from exporter.bundle import Bundle
+from exporter.errors import BundleError
+
+
+class Program(Protocol):
+    """Runs the methods of one model on state that the caller owns."""
+
+    def run(self, method: str, input_ids: Tensor, position_ids: Tensor, states: Sequence[Tensor]) -> Tensor:
+        """Run one method.
+
+        Args:
+            method: ``prefill`` (2 <= Q <= the bundle's chunk) or ``main`` (Q == 1).
+            input_ids: [1, Q] int64.
+            position_ids: [1, S] int64; only its length counts: S tokens after this call, S - Q before it.
+            states: in the order of the manifest, written in place.
+
+        Returns:
+            Logits of the last token, [1, vocab] float32, in memory that no later call writes.
+        """
+        ...
+
+
+def check_call(method: str, input_ids: Tensor, position_ids: Tensor) -> None:
+    """The calling convention, kept for every format: `main` writes before it reads and is wrong for Q > 1."""
+    query_len, seq_len = input_ids.shape[1], position_ids.shape[1]
+    assert method in ("prefill", "main"), f"unknown method {method}"
+    assert query_len == 1 if method == "main" else query_len >= 2, f"{method} was called with {query_len} tokens"
+    assert seq_len >= query_len, f"{seq_len} tokens after a call with {query_len}"
+
+
+def load_programs(bundle: Bundle) -> Program:
+    """Load the program of `bundle` that this runtime can run.
+
+    Raises:
+        BundleError: no program has both methods in a known format, or the runtime refuses the file.
+    """
+    from runtime_ref.programs.pte import PteProgram
+
+    for program in bundle.manifest.programs:
+        if program.format == "executorch" and {"prefill", "main"} <= program.methods.keys():
+            return PteProgram(bundle.path / program.file)
+    raise BundleError(
+        f"bundle {bundle.path.name}",
+        got=f"programs {[program.file for program in bundle.manifest.programs]}",
+        expected="an executorch program with the methods prefill and main",
+        repair="Export the model again with the executorch back end.",
+    )

@@ -1,0 +1,158 @@
+"""``python -m runtime_ref``: run exported bundles from the command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from exporter.bundle import read_bundle
+from exporter.errors import ConfigError, UserError
+from runtime_ref.memory import context_costs, mib, planned_usage
+
+app = typer.Typer(
+    help="Run exported bundles on this machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+BundleOption = Annotated[Path, typer.Option("--bundle", help="The directory that `exporter export` wrote.")]
+
+
+@app.command()
+def generate(
+    *,
+    bundle: BundleOption,
+    prompt: Annotated[str, typer.Option(help="The text to continue; BOS is added where the model wants one.")],
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Send the prompt as a user's turn by the chat template.")
+    ] = False,
+    max_new_tokens: Annotated[int, typer.Option(help="Stop after this many tokens.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 takes the best token every time.")] = 0.0,
+    top_p: Annotated[float | None, typer.Option(help="Draw among the best tokens of this total probability.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Draw among this many best tokens.")] = None,
+    seed: Annotated[int, typer.Option(help="The same seed draws the same tokens.")] = 0,
+    chunk: Annotated[
+        int | None, typer.Option(help="Prompt tokens a program call; the bundle's largest chunk if not given.")
+    ] = None,
+) -> None:
+    """Continue a prompt. Text goes to standard output as it comes; speed and cache go to standard error."""
+    from runtime_ref.generate import Generation
+    from runtime_ref.programs import load_programs
+    from runtime_ref.sampling import Sampler
+    from runtime_ref.session import Session
+    from runtime_ref.tokenizer import Tokenizer
+
+    sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    if not prompt:
+        raise ConfigError("--prompt", got="an empty prompt", expected="some text", repair="Give a prompt.")
+    opened = read_bundle(bundle)
+    tokenizer = Tokenizer(opened)
+    ids = tokenizer.encode_chat([{"role": "user", "content": prompt}]) if chat else tokenizer.encode(prompt)
+    session = Session(opened.manifest, load_programs(opened))
+    generation = Generation(session, tokenizer, ids, sampler=sampler, max_new_tokens=max_new_tokens, chunk=chunk)
+    for text in generation:
+        typer.echo(text, nl=False)
+        sys.stdout.flush()
+    typer.echo()
+    typer.echo(generation.report(), err=True)
+    typer.echo(session.state.report(), err=True)
+
+
+@app.command()
+def score(
+    *,
+    bundle: BundleOption,
+    ids: Annotated[Path, typer.Option(help="A JSON file with one list of token ids, BOS included.")],
+    prefill: Annotated[int, typer.Option(help="How many of the ids go through prefill; the others go one by one.")],
+    chunk: Annotated[int, typer.Option(help="Tokens a prefill call.")],
+    out: Annotated[Path, typer.Option(help="The .npz file to write.")],
+    logits: Annotated[
+        bool, typer.Option("--logits", help="Keep whole logits too: 4 bytes x vocabulary a row.")
+    ] = False,
+) -> None:
+    """Score a given sequence: log-probability of each true next token, best tokens and their logits.
+
+    The file has one row for every position whose logits a program produced: the last of each prefill chunk, then
+    every position. Arrays: position, logprob (NaN after the last), argmax, top_ids, top_logits (16 a row), logits.
+    """
+    from runtime_ref import load
+    from runtime_ref.score import score as run_score
+    from runtime_ref.score import write_scores
+
+    tokens = _read_ids(ids)
+    arrays = run_score(load(bundle), tokens, prefill=prefill, chunk=chunk, keep_logits=logits)
+    write_scores(out, arrays)
+    typer.echo(f"{len(arrays['position'])} positions of {len(tokens)} tokens -> {out}")
+
+
+@app.command()
+def memory(
+    *,
+    bundle: BundleOption,
+    contexts: Annotated[
+        str | None, typer.Option(help="Context lengths to compare, e.g. 512,2048; the usual ones if not given.")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens in the conversation; the bundle's whole context if not given.")
+    ] = None,
+) -> None:
+    """Show what the cache costs: by kind of layer, and against caches that keep every token in every layer."""
+    manifest = read_bundle(bundle, verify_files=False).manifest
+    reached = manifest.max_context_length if tokens is None else tokens
+    kinds = Table("layers", "number", "rows", "allocated", "used", title=f"Cache after {reached} tokens")
+    for kind in planned_usage(manifest, reached):
+        kinds.add_row(
+            kind.kind, str(kind.layers), str(kind.rows), mib(kind.allocated_bytes), mib(kind.used_bytes)
+        )  # fmt: skip
+    costs = Table("context", "allocated", "full caches", "saved", title="Against full caches")
+    for cost in context_costs(manifest, None if contexts is None else _parse_contexts(contexts)):
+        saved = 1 - cost.allocated_bytes / cost.full_bytes
+        costs.add_row(str(cost.tokens), mib(cost.allocated_bytes), mib(cost.full_bytes), f"{saved:.0%}")
+    console = Console()
+    console.print(kinds)
+    console.print(costs)
+
+
+def _read_ids(path: Path) -> list[int]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--ids {path}", got=f"{error}", expected="a JSON list of token ids", repair="Name a JSON file."
+        ) from error
+    if not isinstance(content, list) or not all(type(token) is int for token in content):
+        raise ConfigError(f"--ids {path}", got="other JSON", expected="one list of integers", repair="Write [1, 2, 3].")
+    return content
+
+
+def _parse_contexts(text: str) -> list[int]:
+    try:
+        contexts = [int(part) for part in text.split(",")]
+    except ValueError:
+        contexts = []
+    if not contexts or min(contexts) < 1:
+        raise ConfigError(
+            "--contexts", got=repr(text), expected="positive integers with commas", repair="Write 512,2048."
+        )
+    return contexts
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line; a `UserError` becomes one message on standard error and exit code 2."""
+    try:
+        app(args=argv, prog_name="python -m runtime_ref")
+    except UserError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise SystemExit(error.exit_code) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""What the caller's state costs, by kind of layer, from the manifest's numbers alone. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from exporter.errors import RuntimeLimitError
+from exporter.spec import Manifest, StateSpec
+
+LAYER_KINDS = {"ring": "sliding", "full": "global", "conv": "conv"}
+DEFAULT_CONTEXTS = (512, 2048, 8192, 32768)
+
+
+@dataclass(frozen=True)
+class KindUsage:
+    """The state of all layers of one kind. `rows` are those of one layer (the largest, where they differ)."""
+
+    kind: str
+    layers: int
+    rows: int
+    allocated_bytes: int
+    used_bytes: int
+
+
+@dataclass(frozen=True)
+class ContextCost:
+    """Bytes allocated after `tokens` tokens, and what they would be if every attention layer kept all of them."""
+
+    tokens: int
+    allocated_bytes: int
+    full_bytes: int
+
+
+def usage(states: Sequence[StateSpec], rows: Sequence[int], used_rows: Sequence[int]) -> tuple[KindUsage, ...]:
+    """Sum up `states`, of which state i has ``rows[i]`` rows allocated and ``used_rows[i]`` in use."""
+    entries = list(zip(states, rows, used_rows, strict=True))
+    report = []
+    for kind, name in LAYER_KINDS.items():
+        own = [entry for entry in entries if entry[0].kind == kind]
+        if own:
+            report.append(
+                KindUsage(
+                    kind=name,
+                    layers=len({spec.layer for spec, _, _ in own}),
+                    rows=max(allocated for _, allocated, _ in own),
+                    allocated_bytes=sum(spec.bytes(allocated) for spec, allocated, _ in own),
+                    used_bytes=sum(spec.bytes(used) for spec, _, used in own),
+                )
+            )
+    return tuple(report)
+
+
+def planned_usage(manifest: Manifest, tokens: int) -> tuple[KindUsage, ...]:
+    """The usage of a conversation that has reached `tokens` tokens without a rewind.
+
+    Raises:
+        RuntimeLimitError: `tokens` is negative or beyond the context.
+    """
+    if not 0 <= tokens <= manifest.max_context_length:
+        raise RuntimeLimitError(
+            "memory",
+            got=f"{tokens} tokens",
+            expected=f"0 to {manifest.max_context_length}, the bundle's context",
+            repair="Ask for a length the bundle can reach, or export it with a longer context.",
+        )
+    rows = [planned_rows(manifest, spec, tokens) for spec in manifest.states]
+    return usage(manifest.states, rows, [min(tokens, allocated) for allocated in rows])
+
+
+def planned_rows(manifest: Manifest, spec: StateSpec, tokens: int) -> int:
+    """The rows of one state after `tokens` tokens: only a full state grows, by the steps of the bundle's policy."""
+    if spec.kind != "full":
+        return spec.rows
+    return manifest.cache.grown_rows(spec.rows, tokens, spec.max_rows)
+
+
+def context_costs(manifest: Manifest, contexts: Sequence[int] | None = None) -> tuple[ContextCost, ...]:
+    """The cost of each of `contexts`; None means the usual ones within the bundle's limit, and the limit itself.
+
+    Raises:
+        RuntimeLimitError: a context beyond the bundle's.
+    """
+    if contexts is None:
+        limit = manifest.max_context_length
+        contexts = [*(tokens for tokens in DEFAULT_CONTEXTS if tokens < limit), limit]
+    costs = []
+    for tokens in contexts:
+        allocated = sum(kind.allocated_bytes for kind in planned_usage(manifest, tokens))
+        full = sum(spec.bytes() if spec.kind == "conv" else spec.bytes(tokens) for spec in manifest.states)
+        costs.append(ContextCost(tokens=tokens, allocated_bytes=allocated, full_bytes=full))
+    return tuple(costs)
+
+
+def mib(size: int) -> str:
+    """Bytes as binary megabytes: ``"1.50 MiB"``."""
+    return f"{size / 2**20:.2f} MiB"

@@ -1,0 +1,47 @@
+"""An ExecuTorch program (`.pte`) behind the `Program` interface."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from exporter.errors import BundleError
+from runtime_ref.programs import check_call
+
+
+class PteProgram:
+    """Both methods of one `.pte` file, loaded once.
+
+    Raises:
+        BundleError: the installed runtime refuses the file or one of its methods.
+    """
+
+    def __init__(self, path: Path) -> None:
+        # Importing registers the kernels that the file calls by name.
+        import executorch.extension.llm.custom_ops.custom_ops
+        import executorch.kernels.quantized  # noqa: F401
+        from executorch.runtime import Runtime, Verification
+
+        try:
+            # The bundle's checksum covers the whole file, so the runtime need not verify it again.
+            self._program = Runtime.get().load_program(path, verification=Verification.Minimal)
+            self._methods = {name: self._program.load_method(name) for name in ("prefill", "main")}
+        except (RuntimeError, KeyError) as error:
+            raise BundleError(
+                f"program {path.name}",
+                got=f"a file the installed ExecuTorch refuses ({error})",
+                expected="a program of the ExecuTorch version that the manifest names, with prefill and main",
+                repair="Install that version, or export the model again.",
+            ) from error
+
+    def run(self, method: str, input_ids: Tensor, position_ids: Tensor, states: Sequence[Tensor]) -> Tensor:
+        """See `Program.run`."""
+        check_call(method, input_ids, position_ids)
+        # A tensor that is not contiguous would be copied on the way in, and the writes would be lost.
+        assert all(state.is_contiguous() for state in states)
+        loaded = self._methods[method]
+        assert loaded is not None
+        (logits,) = loaded.execute([input_ids, position_ids, *states])
+        return logits.clone()  # the runtime may write the next call's outputs into the same memory

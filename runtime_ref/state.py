@@ -1,0 +1,195 @@
+"""The state that the caller owns: allocate, grow, rewind, fork, save, restore."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from exporter.errors import RuntimeLimitError
+from exporter.spec import Manifest, StateSpec
+from runtime_ref.memory import KindUsage, mib, planned_rows, usage
+from runtime_ref.state_file import read_state, write_state
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
+
+
+@dataclass(frozen=True)
+class Growth:
+    """The full states went from `from_rows` to `to_rows` rows to hold `seq_len` tokens."""
+
+    seq_len: int
+    from_rows: int
+    to_rows: int
+
+
+class State:
+    """Every tensor that the programs write, and the tokens they were written for.
+
+    `tensors` stand in the order of ``manifest.states``, contiguous. Ring and convolution states keep their rows for
+    ever; full states start small and grow by the bundle's policy.
+
+    **Rewinding.** Dropping tokens moves no data: the next call simply starts at an earlier position L, and the rows of
+    the dropped positions go stale where they lie. What a ring of C rows and window W still holds is decided by the
+    high-water mark M, the most tokens this state has ever held: writing position p overwrote position p - C, and no
+    rewind brings that back, so the oldest resident position is max(0, M - C), even after rewinding and writing
+    again (positions L..M-1 only replace their own stale rows). Position L attends to max(0, L - W + 1)..L - 1, and
+    later ones to nothing older, so a rewind to L > 0 is exact iff the ring never wrapped (M <= C), or
+    ``L >= M - C + W - 1``, or W == 1, where nothing before L is attended to.
+
+    Stale rows then cannot be seen:
+
+    - A mask by position (`prefill`, and `main` when C > W) takes slot j to hold the newest position p <= newest with
+      p % C == j. For a slot with a stale row that is a position of the last C, of which those inside the window are
+      resident by the rule above, so the stale one lies outside the window or is negative, and is masked.
+    - `main` with C == W has no mask and attends to the first min(S, W) slots. A ring that never wrapped has its stale
+      rows at slots >= L, and they are written before S reaches them. A wrapped one may only go back to M - 1, whose
+      one stale row is the very slot that the next token overwrites before it attends.
+    - Full states attend to rows below S, each written again before S reaches it.
+
+    A convolution's state is its last inputs, shifted along with every token: it can only go back to the start.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything: first sizes, zeros."""
+        self.tensors: list[Tensor] = [
+            torch.zeros(spec.shape(), dtype=DTYPES[spec.dtype]) for spec in self.manifest.states
+        ]
+        self.tokens: list[int] = []
+        self.high_water = 0
+        self.growths: list[Growth] = []
+
+    @property
+    def length(self) -> int:
+        """Tokens seen."""
+        return len(self.tokens)
+
+    def ensure_rows(self, seq_len: int) -> None:
+        """Grow the full states to hold `seq_len` tokens; their rows are copied as they are."""
+        before: int | None = None
+        for index, spec in enumerate(self.manifest.states):
+            old = self.tensors[index]
+            rows = max(old.shape[1], planned_rows(self.manifest, spec, seq_len))
+            if rows == old.shape[1]:
+                continue
+            grown = torch.zeros(spec.shape(rows), dtype=old.dtype)
+            grown[:, : old.shape[1]] = old
+            self.tensors[index] = grown
+            before, after = old.shape[1], rows
+        if before is not None:
+            self.growths.append(Growth(seq_len=seq_len, from_rows=before, to_rows=after))
+
+    def advance(self, ids: Sequence[int]) -> None:
+        """Note that a program has written `ids`."""
+        self.tokens.extend(ids)
+        self.high_water = max(self.high_water, self.length)
+
+    @property
+    def max_rewind(self) -> int:
+        """The most tokens that can be dropped without starting over; going back to the start is always possible."""
+        return self.length - max((self._earliest(spec) for spec in self.manifest.states), default=0)
+
+    def rewind(self, count: int) -> None:
+        """Drop the last `count` tokens. Dropping all of them is `reset`.
+
+        Raises:
+            RuntimeLimitError: a row that the next token attends to is gone. The state is as it was.
+        """
+        if not 0 <= count <= self.length:
+            raise RuntimeLimitError(
+                "rewind",
+                got=f"{count} tokens",
+                expected=f"0 to {self.length}, the tokens seen",
+                repair="Rewind no further than the start.",
+            )
+        if count == 0:
+            return
+        if count == self.length:
+            self.reset()
+            return
+        if count > self.max_rewind:
+            if any(spec.kind == "conv" for spec in self.manifest.states):
+                reason, repair = "a convolution keeps no history", "Start over with reset()."
+            else:
+                oldest = self._oldest(max(self.manifest.states, key=self._earliest))
+                reason = f"position {oldest} is the oldest still resident in the sliding layers"
+                repair = "Start over with reset(), or export with more `ring_slack`."
+            raise RuntimeLimitError(
+                "rewind",
+                got=f"{count} tokens",
+                expected=f"at most {self.max_rewind}, or all {self.length}, because {reason}",
+                repair=repair,
+            )
+        del self.tokens[-count:]
+
+    def _oldest(self, spec: StateSpec) -> int:
+        """The oldest position whose row is still there."""
+        return max(0, self.high_water - spec.rows) if spec.kind == "ring" else 0
+
+    def _earliest(self, spec: StateSpec) -> int:
+        """The earliest length > 0 this state can go back to; 0 when every length will do."""
+        if spec.kind == "conv":
+            return self.length
+        oldest = self._oldest(spec)
+        if oldest == 0 or spec.window == 1:
+            return 0
+        assert spec.window is not None  # only rings lose rows
+        return oldest + spec.window - 1
+
+    def fork(self) -> State:
+        """An independent copy."""
+        other = copy.copy(self)
+        other.tensors = [tensor.clone() for tensor in self.tensors]
+        other.tokens, other.growths = list(self.tokens), list(self.growths)
+        return other
+
+    def save(self, path: Path | str) -> None:
+        """Write the state and its tokens to a safetensors file, of full states only the rows in use.
+
+        Raises:
+            StateFileError: the file cannot be written; an older file at `path` is then still there.
+        """
+        rows = [self.length if spec.kind == "full" else spec.rows for spec in self.manifest.states]
+        tensors = {
+            spec.name: tensor[:, :count]
+            for spec, tensor, count in zip(self.manifest.states, self.tensors, rows, strict=True)
+        }
+        write_state(Path(path), self.manifest, tensors, self.tokens, self.high_water)
+
+    def load(self, path: Path | str) -> None:
+        """Take over the state saved at `path`.
+
+        Raises:
+            StateFileError: no such file, a damaged one, or one of another model. The state is as it was.
+        """
+        tensors, tokens, high_water = read_state(Path(path), self.manifest)
+        self.reset()
+        self.ensure_rows(len(tokens))
+        for spec, tensor in zip(self.manifest.states, self.tensors, strict=True):
+            saved = tensors[spec.name]
+            tensor[:, : saved.shape[1]] = saved
+        self.tokens, self.high_water = tokens, high_water
+
+    def memory(self) -> tuple[KindUsage, ...]:
+        """Bytes allocated and used, by kind of layer."""
+        rows = [tensor.shape[1] for tensor in self.tensors]
+        used = [min(max(0, self.length - self._oldest(spec)), spec.max_rows) for spec in self.manifest.states]
+        return usage(self.manifest.states, rows, used)
+
+    def report(self) -> str:
+        """One line for a log."""
+        kinds = self.memory()
+        parts = [f"[kv] {self.length} tokens"]
+        parts += [f"{k.kind} {k.layers} x {k.rows} rows {mib(k.allocated_bytes)}" for k in kinds]
+        allocated, used = sum(k.allocated_bytes for k in kinds), sum(k.used_bytes for k in kinds)
+        parts.append(f"total {mib(allocated)}, {mib(used)} used")
+        parts.append(f"grown {len(self.growths)} times")
+        return " | ".join(parts)
