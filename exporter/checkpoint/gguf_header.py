@@ -37,7 +37,7 @@ _MAX_LENGTH = 1 << 28
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """One row of the tensor table. `shape` is in torch's order, slowest first; `offset` counts from the file's start."""
+    """One row of the tensor table: `shape` in torch's order, slowest first; `offset` from the file's start."""
 
     name: str
     shape: tuple[int, ...]
