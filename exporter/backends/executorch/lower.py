@@ -1,0 +1,69 @@
+"""Lower traced programs to one ExecuTorch `.pte` with a method each.
+
+The caller owns the states: they are inputs, written in place, and no output. Lowering by itself adds write-back copies
+of whole states and lists them among the outputs; `InPlaceStatePass` removes both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import executorch.kernels.quantized  # noqa: F401  registers quantized_decomposed::embedding_*
+import torch
+from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
+from executorch.exir.passes import MemoryPlanningPass, ToOutVarPass
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
+from torch.fx.passes.infra.pass_base import PassResult
+
+
+class InPlaceStatePass(ToOutVarPass):
+    """Out-variant conversion that leaves every mutated input in the caller's memory."""
+
+    def call(self, graph_module: GraphModule) -> PassResult:
+        result = super().call(graph_module)
+        assert result is not None
+        graph = result.graph_module.graph
+        for node in list(graph.nodes):
+            if node.target is torch.ops.aten.copy_.default and _origin(node.args[1]) is node.args[0]:
+                node.replace_all_uses_with(node.args[0])
+                graph.erase_node(node)
+        output = graph.output_node()
+        # An input among the outputs would get fresh storage from the runtime, away from the caller's tensor.
+        output.args = (tuple(node for node in output.args[0] if node.op != "placeholder"),)
+        while dead := [node for node in reversed(graph.nodes) if _is_dead_buffer(node)]:
+            for node in dead:
+                graph.erase_node(node)
+        result.graph_module.recompile()
+        return PassResult(result.graph_module, True)
+
+
+def _origin(node: Node) -> Node:
+    """The node behind a chain of copies."""
+    while node.op == "call_function" and node.target in COPIES:
+        node = node.args[1] if len(node.args) > 1 else node.args[0]
+    return node
+
+
+COPIES = (torch.ops.aten.copy.default, torch.ops.aten.copy.out, torch.ops.aten.copy_.default)
+
+
+def _is_dead_buffer(node: Node) -> bool:
+    is_buffer = node.target is torch.ops.aten.copy.out or "alloc" in str(node.target)
+    return node.op == "call_function" and not node.users and is_buffer
+
+
+def lower(programs: Mapping[str, ExportedProgram]) -> bytes:
+    """The bytes of a `.pte` with one method for each program, linear algebra delegated to XNNPACK."""
+    edge = to_edge_transform_and_lower(
+        dict(programs),
+        partitioner={name: [XnnpackPartitioner()] for name in programs},
+        compile_config=EdgeCompileConfig(_check_ir_validity=False),
+    )
+    config = ExecutorchBackendConfig(
+        to_out_var_pass=InPlaceStatePass(),
+        memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False),
+        do_quant_fusion_and_const_prop=True,
+    )
+    return edge.to_executorch(config).buffer

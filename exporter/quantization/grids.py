@@ -1,0 +1,58 @@
+"""Integer grids for weights.
+
+Letters: N output channels (rows), K input channels, g groups a row. Every grid is symmetric: ``w ~ scale * q``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+INT8_MAX = 127
+INT4_MIN, INT4_MAX = -8, 7
+SEARCH_STEPS = 24
+ROWS_AT_A_TIME = 8192  # bounds the float temporaries of a 262,144-row embedding
+
+
+def int8_per_row(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 ``[N, K]`` to int8 ``[N, K]`` in -127 .. 127 and float32 scales ``[N]``: ``scale = max|w| / 127``."""
+    scales = (weight.abs().amax(1) / INT8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
+    quantized = torch.empty(weight.shape, dtype=torch.int8)
+    for start in range(0, weight.shape[0], ROWS_AT_A_TIME):
+        rows = slice(start, start + ROWS_AT_A_TIME)
+        quantized[rows] = (weight[rows] / scales[rows, None]).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
+    return quantized, scales
+
+
+def int4_per_group(weight: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 ``[N, K]`` to int8 ``[N, K]`` holding -8 .. 7 and float32 scales ``[N, g]``, g = K / group_size.
+
+    Each group takes the scale of least squared error among `SEARCH_STEPS` from ``max|w| / 8.9`` to ``max|w| / 5.9``:
+    clipping the largest weight often pays. Scales are rounded to bfloat16, which is how XNNPACK stores them, before
+    the error is measured, so that eager and the delegate share one grid.
+    """
+    quantized = torch.empty(weight.shape, dtype=torch.int8)
+    scales = torch.empty(weight.shape[0], weight.shape[1] // group_size)
+    for start in range(0, weight.shape[0], ROWS_AT_A_TIME):
+        rows = slice(start, start + ROWS_AT_A_TIME)
+        grouped = weight[rows].reshape(-1, weight.shape[1] // group_size, group_size)
+        best_q, best_scale = _least_squares_scale(grouped)
+        quantized[rows], scales[rows] = best_q.reshape(weight[rows].shape), best_scale
+    return quantized, scales
+
+
+def _least_squares_scale(grouped: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[n, g, group_size]`` to its int8 codes and scales ``[n, g]``."""
+    largest = grouped.abs().amax(-1, keepdim=True)
+    tiny = torch.finfo(torch.bfloat16).tiny
+    best_error = torch.full(grouped.shape[:-1], torch.inf)
+    best_q = torch.zeros(grouped.shape, dtype=torch.int8)
+    best_scale = torch.full(grouped.shape[:-1], tiny)
+    for divisor in torch.linspace(5.9, 8.9, SEARCH_STEPS).tolist():
+        scale = (largest / divisor).to(torch.bfloat16).float().clamp(min=tiny)
+        codes = (grouped / scale).round().clamp(INT4_MIN, INT4_MAX)
+        error = (codes * scale - grouped).square().sum(-1)
+        better = error < best_error
+        best_error = torch.where(better, error, best_error)
+        best_q = torch.where(better[..., None], codes.to(torch.int8), best_q)
+        best_scale = torch.where(better, scale[..., 0], best_scale)
+    return best_q, best_scale

@@ -1,0 +1,89 @@
+"""Quantised linears and embeddings.
+
+Letters: Q query_len, N output channels, K input channels, V vocab_size, D hidden_size, g groups a row.
+
+A quantised linear is written as the pattern XNNPACK's partitioner recognises (per-token quantise and dequantise of the
+activation, dequantised constant weight, linear), over plain integer constants: nothing is left to be folded while
+lowering, and eager runs the same operators as the exported program.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.ao.quantization.fx import _decomposed  # noqa: F401  registers quantized_decomposed::*
+from torch.nn import functional as F
+
+from exporter.quantization import grids
+
+QD = torch.ops.quantized_decomposed
+
+
+class QuantizedLinear(torch.nn.Module):
+    """int8 activations quantised per token at run time, times int8 (per channel) or int4 (per group) weights."""
+
+    weight: torch.Tensor
+    scales: torch.Tensor
+    zero_points: torch.Tensor
+
+    def __init__(
+        self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, group_size: int | None
+    ) -> None:
+        """weight int8 ``[N, K]``; scales float32 ``[N]``, or ``[N, g]`` with `group_size` given (4-bit codes)."""
+        super().__init__()
+        self.group_size = group_size
+        self.register_buffer("weight", weight)
+        self.register_buffer("scales", scales)
+        self.register_buffer("zero_points", torch.zeros(scales.shape, dtype=torch.int64))
+        self.register_buffer("bias", bias)
+
+    def dequantized(self) -> torch.Tensor:
+        """float32 ``[N, K]``."""
+        if self.group_size is None:
+            return QD.dequantize_per_channel(
+                self.weight, self.scales, self.zero_points, 0, -grids.INT8_MAX, grids.INT8_MAX, torch.int8
+            )
+        return QD.dequantize_per_channel_group(
+            self.weight, self.scales, self.zero_points, grids.INT4_MIN, grids.INT4_MAX, torch.int8, self.group_size,
+            torch.float32,
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[1, Q, K]`` to ``[1, Q, N]``."""
+        scale, zero_point = QD.choose_qparams_per_token_asymmetric(x, torch.int8)
+        quantized = QD.quantize_per_token(x, scale, zero_point, -128, 127, torch.int8)
+        rounded = QD.dequantize_per_token(quantized, scale, zero_point, -128, 127, torch.int8, torch.float32)
+        return F.linear(rounded, self.dequantized(), self.bias)
+
+
+class QuantizedEmbedding(torch.nn.Module):
+    """Rows are gathered as integers and scaled afterwards, so only Q rows are ever dequantised.
+
+    int8: weight int8 ``[V, D]``, scales ``[V, 1]``. int4: weight uint8 ``[V, D/2]``, channel 2i in the low nibble plus
+    8, channel 2i + 1 in the high one; scales ``[V, g]``.
+    """
+
+    weight: torch.Tensor
+    scales: torch.Tensor
+
+    def __init__(self, weight: torch.Tensor, scales: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.register_buffer("scales", scales)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """int64 ``[1, Q]`` to float32 ``[1, Q, D]``."""
+        rows = F.embedding(input_ids, self.weight)
+        scales = F.embedding(input_ids, self.scales)
+        if self.weight.dtype == torch.int8:
+            return rows.to(torch.float32) * scales
+        packed = rows.to(torch.float32)
+        high = torch.floor(packed * (1 / 16))  # exact in float32; no integer shift is needed from any back end
+        codes = torch.stack([packed - high * 16, high], -1) - 8.0
+        grouped = codes.view(1, input_ids.shape[1], scales.shape[-1], -1)
+        return (grouped * scales[..., None]).view(1, input_ids.shape[1], -1)
+
+
+def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """int8 ``[V, D]`` in -8 .. 7 to uint8 ``[V, D/2]``."""
+    unsigned = (codes + 8).to(torch.uint8)
+    return unsigned[:, 0::2] | (unsigned[:, 1::2] << 4)
