@@ -43,7 +43,7 @@ def toy_manifest(
 ) -> Manifest:
     """A manifest whose layers are `kinds`; full caches start at 4 rows, so that every test grows them."""
     mlp = MLPSpec(intermediate_size=1, activation="silu")
-    mixers = {
+    mixers: dict[str, AttentionSpec | ShortConvSpec] = {
         "ring": AttentionSpec(
             num_attention_heads=1, num_key_value_heads=1, head_dim=DIM, window=window, scale=1.0, rope=None
         ),
