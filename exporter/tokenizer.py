@@ -93,11 +93,16 @@ def _copy(checkpoint: SafetensorsCheckpoint, directory: Path) -> TokenizerSpec:
     eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     first = tokenizer.encode("a").ids[:1]
     add_bos = config.get("add_bos_token")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several named templates, an older form
+        template = next((item["template"] for item in template if item["name"] == "default"), None)
+    if template is not None and not (directory / _TEMPLATE).is_file():
+        (directory / _TEMPLATE).write_text(template, encoding="utf-8")
     return TokenizerSpec(
         bos_token_id=bos,
         eos_token_ids=tuple(dict.fromkeys(eos_ids)),
         add_bos=bos is not None and (first == [bos] if add_bos is None else bool(add_bos)),
-        has_chat_template=(directory / _TEMPLATE).is_file() or bool(config.get("chat_template")),
+        has_chat_template=(directory / _TEMPLATE).is_file(),
     )
 
 
