@@ -88,6 +88,10 @@ def score(
     from runtime_ref.score import write_scores
 
     tokens = _read_ids(ids)
+    if not out.parent.is_dir():
+        raise ConfigError(
+            "--out", got=f"{out}", expected="a file in a directory that exists", repair="Create the directory first."
+        )
     arrays = run_score(load(bundle), tokens, prefill=prefill, chunk=chunk, keep_logits=logits)
     write_scores(out, arrays)
     typer.echo(f"{len(arrays['position'])} positions of {len(tokens)} tokens -> {out}")

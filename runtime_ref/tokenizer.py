@@ -50,12 +50,15 @@ class Tokenizer:
         from jinja2.exceptions import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        if not self.spec.has_chat_template:
+            raise self._error("no chat template")
+        template = (self._directory / "chat_template.jinja").read_text(encoding="utf-8")
         config = self._config()
         variables: dict[str, Any] = {name: _text(config[name]) for name in SPECIAL_TOKENS if name in config}
         try:
             rendered = render_jinja_template(
                 [[dict(message) for message in messages]],
-                chat_template=self._template(config),
+                chat_template=template,
                 add_generation_prompt=True,
                 **variables,
             )[0][0]
@@ -70,15 +73,6 @@ class Tokenizer:
     def _config(self) -> dict[str, object]:
         file = self._directory / "tokenizer_config.json"
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-
-    def _template(self, config: dict[str, object]) -> str:
-        file = self._directory / "chat_template.jinja"
-        if file.is_file():
-            return file.read_text(encoding="utf-8")
-        template = config.get("chat_template")
-        if not isinstance(template, str):
-            raise self._error("no chat template")
-        return template
 
     def _error(self, got: str) -> BundleError:
         return BundleError(

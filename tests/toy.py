@@ -216,4 +216,6 @@ def toy_bundle(directory: Path, manifest: Manifest | None = None, template: str 
         (writer.path / "tokenizer" / "tokenizer_config.json").write_text('{"bos_token": "<bos>", "eos_token": "<eos>"}')
         if template is not None:
             (writer.path / "tokenizer" / "chat_template.jinja").write_text(template)
-        return writer.finish(manifest or toy_manifest())
+        manifest = manifest or toy_manifest()
+        tokenizer = manifest.tokenizer.model_copy(update={"has_chat_template": template is not None})
+        return writer.finish(manifest.model_copy(update={"tokenizer": tokenizer}))

@@ -1,5 +1,6 @@
 """Text in, text out: one BOS, whole characters, and an end that is always said."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from toy import BOS, END_OF_TURN, EOS, VOCAB, byte_tokenizer, toy_bundle, toy_manifest, toy_program
+from toy import BOS, END_OF_TURN, EOS, VOCAB, toy_bundle, toy_manifest, toy_program
 
 from exporter.bundle import Bundle
 from exporter.errors import BundleError, ConfigError, RuntimeLimitError
@@ -69,16 +70,18 @@ def test_plain_text_has_bos_as_the_manifest_says(tmp_path: Path, add_bos: bool) 
     assert tokenizer.encode("<bos>hi").count(BOS) == 1
 
 
-def test_a_template_in_the_config_will_do(tmp_path: Path) -> None:
-    bundle = toy_bundle(tmp_path / "toy")
-    with pytest.raises(BundleError, match="no chat template"):
-        Tokenizer(bundle).encode_chat([{"role": "user", "content": "hi"}])
+def test_the_special_tokens_of_a_template(tmp_path: Path) -> None:
+    bundle = toy_bundle(tmp_path / "toy", template="{{ messages[0].content }}{{ eos_token }}")
     config = tmp_path / "toy" / "tokenizer" / "tokenizer_config.json"
-    config.write_text(
-        '{"chat_template": "{{ messages[0].content }}{{ eos_token }}", "eos_token": {"content": "<eos>"}}'
-    )
-    assert Tokenizer(bundle).encode_chat([{"role": "user", "content": "a"}]) == [BOS, *byte_tokenizer().encode(
-        "a<eos>", add_special_tokens=False).ids]  # fmt: skip
+    for eos in ("<eos>", {"content": "<eos>", "special": True}):
+        config.write_text(json.dumps({"eos_token": eos, "pad_token": None}))
+        assert Tokenizer(bundle).encode_chat([{"role": "user", "content": ""}]) == [BOS, EOS]
+
+
+def test_no_template_is_said(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(toy_bundle(tmp_path / "toy"))
+    with pytest.raises(BundleError, match="no chat template"):
+        tokenizer.encode_chat([{"role": "user", "content": "hi"}])
 
 
 def test_a_template_cannot_leave_its_sandbox(tmp_path: Path) -> None:

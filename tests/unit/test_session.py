@@ -1,5 +1,6 @@
 """Sessions against the uncached oracle, whatever the order of prefill, decode, rewind, reuse, fork and restore."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -64,7 +65,8 @@ def test_whatever_is_rewound_or_reused_equals_a_cold_run(
     slack: int, window: int, steps: list[tuple[str, int]], data: st.DataObject
 ) -> None:
     manifest = toy_manifest(MIXED, window=window, slack=slack, context=128)
-    session, seen = new_session(manifest), []
+    session = new_session(manifest)
+    seen: list[int] = []
     token = st.integers(0, VOCAB - 1)
     for step, count in steps:
         if step == "rewind":
@@ -123,7 +125,7 @@ def test_chunks_of_one_and_a_last_piece_of_one_go_through_main() -> None:
     program = session.program
 
     class Spy:
-        def run(self, method: str, input_ids: Tensor, position_ids: Tensor, states: list[Tensor]) -> Tensor:
+        def run(self, method: str, input_ids: Tensor, position_ids: Tensor, states: Sequence[Tensor]) -> Tensor:
             calls.append((method, input_ids.shape[1], position_ids.tolist()[0]))
             return program.run(method, input_ids, position_ids, states)
 
@@ -183,7 +185,7 @@ def test_an_interrupted_call_resets_the_session(failure: BaseException) -> None:
     program = session.program
 
     class Fails:
-        def run(self, method: str, input_ids: Tensor, position_ids: Tensor, states: list[Tensor]) -> Tensor:
+        def run(self, method: str, input_ids: Tensor, position_ids: Tensor, states: Sequence[Tensor]) -> Tensor:
             program.run(method, input_ids, position_ids, states)
             raise failure
 
