@@ -343,8 +343,9 @@ def test_gguf_metadata_means_the_same_as_the_config() -> None:
 
 
 def test_the_27b_gemma_scales_by_its_width() -> None:
-    spec = gguf_spec(GGUF_GEMMA | {"gemma3.block_count": 62, "gemma3.embedding_length": 5376,
-                                   "gemma3.attention.head_count": 32, "gemma3.attention.head_count_kv": 16})  # fmt: skip
+    depth = {"gemma3.block_count": 62, "gemma3.embedding_length": 5376}
+    heads = {"gemma3.attention.head_count": 32, "gemma3.attention.head_count_kv": 16}
+    spec = gguf_spec(GGUF_GEMMA | depth | heads)
     assert mixers(spec)[0].scale == pytest.approx(168**-0.5)
 
 
