@@ -113,7 +113,8 @@ def finite_constants(program: ExportedProgram, flow: Flow, contract: ProgramCont
     tensors = 0
     for name in flow.constants.values():
         tensor: Any = program.state_dict.get(name, program.constants.get(name))
-        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+        # A quantised weight is a tensor subclass over integers.
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_floating_point():
             tensors += 1
             if not bool(torch.isfinite(tensor).all()):
                 problems.append(f"{name} holds a value that is not finite")

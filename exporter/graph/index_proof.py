@@ -145,7 +145,7 @@ class Player:
         return rows[:, 0], expected_rows(state, shape[1], self.lengths.seq_len)
 
     def _play(self, node: Node, state: str) -> None:
-        arguments = torch.fx.node.map_arg(node.args, lambda n: self.value(n, state))
+        arguments: Any = torch.fx.node.map_arg(node.args, lambda n: self.value(n, state))
         operator, target = operator_name(node), node.target
         if operator == "llama::update_cache":
             value, cache, start = arguments
@@ -155,7 +155,8 @@ class Player:
             self._put(cache, value, slots[0])
         else:
             assert callable(target)
-            target(*arguments, **torch.fx.node.map_arg(node.kwargs, lambda n: self.value(n, state)))
+            kwargs: Any = torch.fx.node.map_arg(node.kwargs, lambda n: self.value(n, state))
+            target(*arguments, **kwargs)
 
     @staticmethod
     def _put(cache: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
@@ -178,7 +179,8 @@ class Player:
         elif node.op != "call_function" or (data and not self._moves(node, operator, state)):
             result = self._tagged(node)
         else:
-            arguments, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: self.value(n, state))
+            both: Any = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: self.value(n, state))
+            arguments, kwargs = both
             assert callable(node.target)
             result = node.target(*arguments, **kwargs)
         carries_state = state is not None and state in data
