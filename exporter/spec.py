@@ -239,6 +239,10 @@ class QuantizationSpec(Spec):
     group_size: int = Field(default=32, ge=32, multiple_of=32)
     keep_int8: tuple[str, ...] = ()
 
+    @property
+    def is_quantized(self) -> bool:
+        return {self.linear, self.embedding, self.head} != {"none"}
+
 
 class TensorSpec(Spec):
     """An input or output of a program; a string in `shape` names a dynamic dimension of `dims`."""
@@ -295,15 +299,22 @@ class CheckResult(Spec):
 
 
 class Comparison(Spec):
-    """How far one thing was from another on the same tokens. `positions` counts compared logit rows."""
+    """How far a program was from a reference on the same tokens. `positions` counts compared rows of logits.
+
+    KL divergence is that of the program's next-token distribution from the reference's, in nats, `nll` the mean
+    negative log-likelihood of the true next tokens.
+    """
 
     reference: str
     positions: int
     max_abs_difference: float
     mean_abs_difference: float
+    mean_kl_divergence: float
     argmax_agreement: float
     greedy_agreement: str | None = None
     max_state_difference: float | None = None
+    nll: float | None = None
+    reference_nll: float | None = None
 
 
 class FileEntry(Spec):

@@ -5,7 +5,8 @@ Letters: Q query_len, S seq_len, V vocab_size, D hidden_size. `offset` = S - Q.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -63,7 +64,8 @@ class Decoder(torch.nn.Module):
         self.states = tuple(states)
         kernels = kernels or PlainKernels()
         self.embed_tokens: torch.nn.Module = torch.nn.Embedding(spec.vocab_size, spec.hidden_size)
-        self.layers = torch.nn.ModuleList(DecoderLayer(layer, spec, kernels) for layer in spec.layers)
+        layers = [DecoderLayer(layer, spec, kernels) for layer in spec.layers]
+        self.layers: Iterable[DecoderLayer] = torch.nn.ModuleList(layers)  # type: ignore[assignment]
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps)
         self.lm_head: torch.nn.Module = torch.nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
         if spec.tie_word_embeddings:
@@ -108,9 +110,32 @@ class Decoder(torch.nn.Module):
             logits = torch.tanh(logits / self.spec.final_logit_softcap) * self.spec.final_logit_softcap
         return logits
 
-    def make_states(self) -> list[torch.Tensor]:
-        """Zeroed tensors with every state at its first size."""
-        return [torch.zeros(state.shape(), dtype=getattr(torch, state.dtype)) for state in self.states]
+    @classmethod
+    def from_state_dict(
+        cls,
+        spec: ModelSpec,
+        states: Sequence[StateSpec],
+        kernels: CacheKernels | None,
+        state_dict: Mapping[str, torch.Tensor],
+    ) -> Decoder:
+        """A decoder over the tensors of `state_dict` themselves (`parameter_shapes` names them); nothing is copied."""
+        with torch.device("meta"):
+            decoder = cls(spec, states, kernels)
+        missing, unexpected = decoder.load_state_dict(state_dict, strict=False, assign=True)
+        tied = {"lm_head.weight"} if spec.tie_word_embeddings else set()
+        assert set(missing) <= tied and not unexpected, f"missing {missing}, unexpected {unexpected}"
+        if spec.tie_word_embeddings:
+            decoder.lm_head.weight = decoder.embed_tokens.weight
+        return decoder.requires_grad_(False).eval()
+
+    def with_kernels(self, kernels: CacheKernels) -> Decoder:
+        """The same parameters over another cache implementation."""
+        shared = {id(tensor): tensor for tensor in (*self.parameters(), *self.buffers())}
+        twin = copy.deepcopy(self, {**shared, id(self.spec): self.spec})
+        for layer in twin.layers:
+            if isinstance(layer.mixer, Attention):
+                layer.mixer.kernels = kernels
+        return twin
 
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:

@@ -24,7 +24,9 @@ GELU_SCALE = math.sqrt(2 / math.pi)
 
 
 def activation(name: Activation) -> Callable[[torch.Tensor], torch.Tensor]:
-    return {"silu": F.silu, "gelu_tanh": gelu_tanh, "gelu": F.gelu}[name]
+    functions: dict[Activation, Callable[[torch.Tensor], torch.Tensor]]
+    functions = {"silu": F.silu, "gelu_tanh": gelu_tanh, "gelu": F.gelu}
+    return functions[name]
 
 
 class MLP(torch.nn.Module):

@@ -16,9 +16,10 @@ from exporter.spec import RopeSpec
 def inverse_frequencies(spec: RopeSpec) -> tuple[torch.Tensor, float]:
     """Inverse frequencies ``[R/2]`` float32 and the factor on cos and sin.
 
+    On the CPU whatever the default device: a decoder is built on the meta device and only its parameters are loaded.
     Formulas: linear position interpolation (Chen et al. 2023), Llama 3.1's wavelength bands, YaRN (Peng et al. 2023).
     """
-    exponent = torch.arange(0, spec.rotary_dim, 2, dtype=torch.int64).float() / spec.rotary_dim
+    exponent = torch.arange(0, spec.rotary_dim, 2, dtype=torch.int64, device="cpu").float() / spec.rotary_dim
     inv_freq = 1.0 / (spec.theta**exponent)
     if spec.scaling == "linear":
         return inv_freq / spec.factor, 1.0
@@ -59,8 +60,8 @@ def _yarn(spec: RopeSpec) -> tuple[torch.Tensor, float]:
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
         high += 0.001  # the ramp must not divide by zero
-    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    powers = theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
+    powers = theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
     extrapolation, interpolation = 1.0 / powers, 1.0 / (spec.factor * powers)
     keep = 1 - ramp
     inv_freq = interpolation * (1 - keep) + extrapolation * keep

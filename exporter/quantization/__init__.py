@@ -34,6 +34,7 @@ def quantize(decoder: Decoder, spec: QuantizationSpec) -> None:
         codes, scales = grids.int4_per_group(float_embedding, spec.group_size)
         decoder.embed_tokens = QuantizedEmbedding(pack_nibbles(codes), scales)
     if spec.head == "int8" and spec.embedding == "int8" and decoder.spec.tie_word_embeddings:
+        assert isinstance(decoder.embed_tokens, QuantizedEmbedding)
         decoder.lm_head = QuantizedLinear(decoder.embed_tokens.weight, scales, None, None)
     elif spec.head != "none":
         decoder.lm_head = _quantized(float_head, None, "lm_head", spec.head, spec.group_size)

@@ -24,6 +24,7 @@ class QuantizedLinear(torch.nn.Module):
     weight: torch.Tensor
     scales: torch.Tensor
     zero_points: torch.Tensor
+    bias: torch.Tensor | None
 
     def __init__(
         self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, group_size: int | None

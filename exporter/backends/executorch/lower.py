@@ -7,8 +7,8 @@ of whole states and lists them among the outputs; `InPlaceStatePass` removes bot
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-import executorch.kernels.quantized  # noqa: F401  registers quantized_decomposed::embedding_*
 import torch
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
@@ -16,6 +16,9 @@ from executorch.exir.passes import MemoryPlanningPass, ToOutVarPass
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassResult
+
+from exporter.backends.executorch.share import share_equal_bytes
+from exporter.programs import Method
 
 
 class InPlaceStatePass(ToOutVarPass):
@@ -39,7 +42,7 @@ class InPlaceStatePass(ToOutVarPass):
         return PassResult(result.graph_module, True)
 
 
-def _origin(node: Node) -> Node:
+def _origin(node: Any) -> Any:
     """The node behind a chain of copies."""
     while node.op == "call_function" and node.target in COPIES:
         node = node.args[1] if len(node.args) > 1 else node.args[0]
@@ -54,7 +57,7 @@ def _is_dead_buffer(node: Node) -> bool:
     return node.op == "call_function" and not node.users and is_buffer
 
 
-def lower(programs: Mapping[str, ExportedProgram]) -> bytes:
+def lower(programs: Mapping[Method, ExportedProgram]) -> bytes:
     """The bytes of a `.pte` with one method for each program, linear algebra delegated to XNNPACK."""
     edge = to_edge_transform_and_lower(
         dict(programs),
@@ -64,6 +67,5 @@ def lower(programs: Mapping[str, ExportedProgram]) -> bytes:
     config = ExecutorchBackendConfig(
         to_out_var_pass=InPlaceStatePass(),
         memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False),
-        do_quant_fusion_and_const_prop=True,
     )
-    return edge.to_executorch(config).buffer
+    return share_equal_bytes(edge.to_executorch(config).buffer)

@@ -1,0 +1,44 @@
+"""What a long command shows while it works: each step with its seconds and the process's peak memory."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+
+Detail = Callable[[str], None]
+
+
+def peak_memory_bytes() -> int:
+    """The largest resident set this process ever had (``ru_maxrss``: KiB on Linux, bytes on macOS)."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+class Progress:
+    """Prints a line a finished step; on a terminal the running step spins with its detail and elapsed time."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[Detail]:
+        """Time one step; the yielded function replaces the detail shown beside it."""
+        start = time.perf_counter()
+        shown = ""
+        with self.console.status(name) as status:
+
+            def detail(text: str) -> None:
+                nonlocal shown
+                shown = text
+                status.update(f"{name}: {text} ({time.perf_counter() - start:.0f} s)")
+
+            yield detail
+        self.seconds[name] = time.perf_counter() - start
+        peak = f"peak {peak_memory_bytes() / 1e9:.2f} GB"
+        self.console.print(f"  {name:<28}{self.seconds[name]:>8.1f} s   {peak:<14} {shown}", highlight=False)

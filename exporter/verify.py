@@ -1,0 +1,251 @@
+"""Run the program that ships and compare it with the model it came from.
+
+Letters: V vocab_size, n compared positions. The only part of the exporter that runs bundles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from exporter.bundle import Bundle, read_bundle
+from exporter.english import english_ids
+from exporter.errors import BundleError, VerificationError
+from exporter.model.decoder import Decoder
+from exporter.progress import Detail
+from exporter.reference import TransformersReference
+from exporter.spec import Comparison, Manifest, QuantizationSpec, SourceSpec
+from runtime_ref.programs import load_programs
+from runtime_ref.programs.eager import EagerProgram
+from runtime_ref.session import Session
+
+REFERENCE_FILE = "reference.safetensors"
+TOP = 64
+TOKENS, GREEDY = 1500, 64
+CHUNKS = (1, 7, 64, 128, 512)
+
+
+class Differences:
+    """Collects logit rows ``[V]`` of two models at the same positions."""
+
+    def __init__(self, reference: str) -> None:
+        self.reference = reference
+        self.largest = self.total = self.divergence = 0.0
+        self.count = self.values = self.agreed = 0
+
+    def add(self, got: torch.Tensor, want: torch.Tensor) -> None:
+        difference = (got - want).abs()
+        self.largest = max(self.largest, float(difference.max()))
+        self.total += float(difference.sum(dtype=torch.float64))
+        self.count, self.values = self.count + 1, self.values + difference.numel()
+        self.agreed += int(got.argmax() == want.argmax())
+        logp, logq = torch.log_softmax(want.double(), -1), torch.log_softmax(got.double(), -1)
+        self.divergence += float((logp.exp() * (logp - logq)).sum())
+        if not bool(torch.isfinite(got).all()):
+            self.largest = float("inf")
+
+    def comparison(self, **more: object) -> Comparison:
+        """The summary; `more` fills the optional fields of `Comparison`."""
+        return Comparison(
+            reference=self.reference,
+            positions=self.count,
+            max_abs_difference=min(self.largest, torch.finfo(torch.float32).max),
+            mean_abs_difference=self.total / max(self.values, 1),
+            mean_kl_divergence=max(self.divergence / max(self.count, 1), 0.0),
+            argmax_agreement=self.agreed / max(self.count, 1),
+            **more,  # type: ignore[arg-type]
+        )
+
+
+def eager_session(manifest: Manifest, decoder: Decoder) -> Session:
+    """A session over the eager model, with a state of its own."""
+
+    def method(write_first: bool) -> Callable[..., torch.Tensor]:
+        return lambda input_ids, position_ids, *states: decoder(input_ids, position_ids, states, write_first)
+
+    return Session(manifest, EagerProgram(prefill=method(False), main=method(True)))
+
+
+def schedule(manifest: Manifest) -> list[int]:
+    """Chunk lengths that touch every case: a first token through main, small and full chunks, a wrap, decode."""
+    chunk, room = manifest.max_prefill_chunk, manifest.max_context_length
+    pieces = []
+    for piece in (1, 1, 2, 7, chunk, max(2, chunk // 4), *[1] * 8):
+        size = min(piece, chunk, room)
+        if size:
+            pieces.append(size)
+            room -= size
+    return pieces
+
+
+def long_schedule(manifest: Manifest, count: int) -> list[int]:
+    """`schedule`, then chunks of 61 (no divisor of any window) while they fit, then single tokens."""
+    pieces = schedule(manifest)
+    step = min(61, manifest.max_prefill_chunk)
+    pieces += [step] * ((count - sum(pieces)) // step)
+    return pieces + [1] * (count - sum(pieces))
+
+
+def compare_with_eager(session: Session, eager: Session, ids: Sequence[int], pieces: Sequence[int]) -> Comparison:
+    """Run both through the same calls; compare every call's logits and, at the end, every row of state in use."""
+    differences = Differences("eager")
+    session.reset()
+    eager.reset()
+    start = 0
+    for piece in pieces:
+        part = list(ids[start : start + piece])
+        start += piece
+        differences.add(session.prefill(part, piece), eager.prefill(part, piece))
+    return differences.comparison(max_state_difference=state_difference(session, eager))
+
+
+def state_difference(session: Session, eager: Session) -> float:
+    """The largest difference over every row of state that holds a token."""
+    largest = 0.0
+    pairs = zip(session.manifest.states, session.state.tensors, eager.state.tensors, strict=True)
+    for spec, ours, theirs in pairs:
+        rows = min(session.length, ours.shape[1], theirs.shape[1]) if spec.kind != "conv" else ours.shape[1]
+        largest = max(largest, float((ours[:, :rows] - theirs[:, :rows]).abs().max()))
+    return largest
+
+
+def compare_with_transformers(
+    session: Session, reference: TransformersReference, ids: Sequence[int], greedy: int, detail: Detail
+) -> list[Comparison]:
+    """For each chunk length: the prompt's logits at every call, then `greedy` tokens of the reference one by one."""
+    detail("reference logits")
+    rows = reference.logits(ids)
+    tokens, greedy_rows = reference.greedy(ids, greedy)
+    targets = torch.tensor(list(ids[1:]))
+    reference_nll = float(torch.nn.functional.cross_entropy(rows[:-1].double(), targets))
+    comparisons = []
+    for chunk in sorted({min(c, session.manifest.max_prefill_chunk) for c in CHUNKS}):
+        detail(f"chunks of {chunk}")
+        differences = Differences(f"transformers, chunks of {chunk}")
+        losses: list[float] = []
+        session.reset()
+
+        def observe(position: int, logits: torch.Tensor, differences: Differences = differences) -> None:
+            if position >= len(ids):
+                return
+            differences.add(logits, rows[position])
+            if position + 1 < len(ids):
+                losses.append(-float(torch.log_softmax(logits.double(), -1)[ids[position + 1]]))  # noqa: B023
+
+        session.observer = observe
+        logits = session.prefill(ids, chunk)
+        agreed = 0
+        for token, want in zip(tokens, greedy_rows, strict=True):
+            agreed += int(logits.argmax()) == token
+            logits = session.decode(token)
+            differences.add(logits, want)
+        session.observer = None
+        nll = {"nll": sum(losses) / len(losses), "reference_nll": reference_nll} if chunk == 1 else {}
+        comparisons.append(differences.comparison(greedy_agreement=f"{agreed} of {greedy}", **nll))
+    return comparisons
+
+
+def write_reference(path: Path, eager: Session, ids: Sequence[int], pieces: Sequence[int]) -> None:
+    """Keep what the eager model said, so that the file can be verified where there is no checkpoint.
+
+    ``ids [N]``, ``pieces [n]`` (the calls), ``top_ids`` and ``top_logits [n, 64]``, ``logsumexp [n]``.
+    """
+    eager.reset()
+    rows, start = [], 0
+    for piece in pieces:
+        rows.append(eager.prefill(list(ids[start : start + piece]), piece))
+        start += piece
+    logits = torch.stack(rows)
+    top = logits.topk(min(TOP, logits.shape[1]))
+    save_file(
+        {
+            "ids": torch.tensor(list(ids[:start])),
+            "pieces": torch.tensor(list(pieces)),
+            "top_ids": top.indices.contiguous(),
+            "top_logits": top.values.contiguous(),
+            "logsumexp": torch.logsumexp(logits.double(), -1),
+        },
+        path,
+    )
+
+
+def compare_with_recorded(session: Session, path: Path) -> Comparison:
+    """Compare with what the eager model said at export: its 64 highest logits at every call."""
+    recorded = load_file(path)
+    differences = Differences("eager, as recorded at export")
+    start = 0
+    for row, piece in enumerate(recorded["pieces"].tolist()):
+        logits = session.prefill(recorded["ids"][start : start + piece].tolist(), piece)
+        start += piece
+        differences.add(logits[recorded["top_ids"][row]], recorded["top_logits"][row])
+    return differences.comparison()
+
+
+def check_same_source(manifest: Manifest, source: SourceSpec, quantization: QuantizationSpec) -> None:
+    """Refuse to compare a bundle with weights it does not come from.
+
+    Raises:
+        BundleError: other files, or other quantisation, than the manifest records.
+    """
+    for what, got, want in (
+        ("checkpoint files", source.files, manifest.source.files),
+        ("quantization", quantization, manifest.quantization),
+    ):
+        if got != want:
+            raise BundleError(
+                f"bundle {manifest.name}",
+                got=f"{what} {got} in the config",
+                expected=f"{want}, as the manifest records",
+                repair="Give the config this bundle was exported with.",
+            )
+
+
+def judge(comparisons: Sequence[Comparison], quantization: QuantizationSpec) -> None:
+    """Refuse a program that is not the model it claims to be.
+
+    Float programs: logits within 1e-2 and 1e-3 on average. Quantised programs round activations at run time; where
+    two implementations round a borderline value apart, all that follows differs by rounding noise, so they are held to
+    the distribution: a mean KL divergence from their own eager model of at most 0.02.
+
+    Raises:
+        VerificationError: which comparison failed, and by how much.
+    """
+    is_float = not quantization.is_quantized
+    for c in comparisons:
+        against_float = c.reference.startswith("transformers")
+        if is_float:
+            bad = not (c.max_abs_difference <= 1e-2 and c.mean_abs_difference <= 1e-3)
+            expected = "max |difference| <= 1e-2 and mean <= 1e-3"
+        else:
+            limit = QUANTIZED_KL_FROM_FLOAT if against_float else QUANTIZED_KL_FROM_EAGER
+            bad = not c.mean_kl_divergence <= limit
+            expected = f"mean KL divergence <= {limit}"
+        if bad:
+            raise VerificationError(
+                f"verification against {c.reference}",
+                got=f"max |difference| {c.max_abs_difference:.3g}, mean {c.mean_abs_difference:.3g}, "
+                f"mean KL divergence {c.mean_kl_divergence:.3g} over {c.positions} positions",
+                expected=expected,
+                repair="The program does not compute the model it came from; do not ship it.",
+            )
+
+
+QUANTIZED_KL_FROM_EAGER = 0.02
+QUANTIZED_KL_FROM_FLOAT = 1.0
+
+
+def open_session(bundle: Bundle) -> Session:
+    return Session(bundle.manifest, load_programs(bundle))
+
+
+def bundle_ids(bundle: Bundle, count: int) -> list[int]:
+    """English token ids for a bundle, by its own tokenizer."""
+    return english_ids(bundle.path / "tokenizer" / "tokenizer.json", bundle.manifest.tokenizer, count)
+
+
+def read_for_verification(path: Path) -> tuple[Bundle, Session]:
+    bundle = read_bundle(path)
+    return bundle, open_session(bundle)
