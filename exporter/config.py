@@ -7,7 +7,7 @@ repair it; a key nobody reads is an error, at any depth.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -140,14 +140,34 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
     return data
 
 
-def load_config(path: str | Path) -> ExportConfig:
+def _override(data: dict[Any, Any], overrides: Mapping[str, Any]) -> None:
+    """Set ``a.b`` to its value, making the mappings on the way."""
+    for key, value in overrides.items():
+        *parents, last = key.split(".")
+        place = data
+        for parent in parents:
+            inner = place.setdefault(parent, {})
+            if not isinstance(inner, dict):
+                raise ConfigError(
+                    "--set", got=f"{key}, but {parent} is a value", expected="a key of the YAML", repair="See configs/."
+                )
+            place = inner
+        place[last] = value
+
+
+def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> ExportConfig:
     """Read a YAML file; relative paths in it count from its own folder.
+
+    Args:
+        path: the file.
+        overrides: dotted keys whose values replace the file's.
 
     Raises:
         ConfigError: the file is missing, empty or no YAML, a key is unknown, a value is missing or out of range.
     """
     path = Path(path)
     data = _read_yaml(path)
+    _override(data, overrides or {})
     try:
         config = ExportConfig.model_validate(data)
     except ValidationError as error:

@@ -143,7 +143,9 @@ def graph_contracts(decoder: Decoder, limits: Limits) -> tuple[ProgramContract, 
     )
 
 
-def check_programs(programs: Mapping[Method, ExportedProgram], contracts: Sequence[ProgramContract]) -> list[CheckResult]:
+def check_programs(
+    programs: Mapping[Method, ExportedProgram], contracts: Sequence[ProgramContract]
+) -> list[CheckResult]:
     """Hold every traced program to its contract.
 
     Raises:

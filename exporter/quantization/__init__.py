@@ -45,20 +45,20 @@ def _quantize_linears(decoder: Decoder, spec: QuantizationSpec) -> None:
         return
     linears = {
         name: module
-        for name, module in decoder.layers.named_modules()
-        if isinstance(module, torch.nn.Linear) and not name.endswith("router")
+        for name, module in decoder.named_modules()
+        if isinstance(module, torch.nn.Linear) and name.startswith("layers.") and not name.endswith("router")
     }
     for pattern in spec.keep_int8:
         if not any(pattern in name for name in linears):
             raise ConfigError(
                 "quantization.keep_int8",
                 got=repr(pattern),
-                expected="a part of a linear's name, such as 'down_proj' or '0.mixer.v_proj'",
-                repair="Names are `LAYER.mixer.{q,k,v,o}_proj` and `LAYER.feed_forward.{gate,up,down}_proj`.",
+                expected="a part of a linear's name, such as 'down_proj' or 'layers.0.mixer.v_proj'",
+                repair="Names are `layers.N.mixer.{q,k,v,o}_proj` and `layers.N.feed_forward.{gate,up,down}_proj`.",
             )
     for name, linear in linears.items():
         bits = "int8" if any(pattern in name for pattern in spec.keep_int8) else spec.linear
-        parent = decoder.layers.get_submodule(name.rpartition(".")[0])
+        parent = decoder.get_submodule(name.rpartition(".")[0])
         bias = None if linear.bias is None else linear.bias.detach()
         quantized = _quantized(linear.weight.detach(), bias, name, bits, spec.group_size)
         setattr(parent, name.rpartition(".")[2], quantized)

@@ -1,0 +1,118 @@
+"""The command line: ``python -m exporter export | inspect | verify``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.pretty import Pretty
+
+from exporter.config import load_config
+from exporter.errors import ConfigError, UserError
+
+app = typer.Typer(
+    name="exporter",
+    help="Export decoder language models to programs that run on phones, each run and compared here first.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+# One console on stderr for what happens, one on stdout for what was asked for.
+messages = Console(stderr=True)
+output = Console()
+
+ModelOption = Annotated[
+    Path, typer.Option("--model", help="The YAML file of the export, e.g. configs/gemma3_270m.yaml.")
+]
+BundleArgument = Annotated[Path, typer.Argument(help="A bundle directory.")]
+
+
+@app.command()
+def export(
+    model: ModelOption,
+    out: Annotated[Path | None, typer.Option(help="Where to write the bundle (default: bundles/NAME).")] = None,
+    dry_run: Annotated[bool, typer.Option(help="Print config, layers and memory plan; trace nothing.")] = False,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a key of the YAML, e.g. --set quantization.linear=none.")
+    ] = None,
+) -> None:
+    """Write a bundle: the program, its tokenizer and a manifest, verified against the model it came from."""
+    config = load_config(model, parse_overrides(overrides))
+    from exporter import pipeline, tables  # torch and ExecuTorch take seconds: a bad YAML should not wait for them
+    from exporter.plan import plan_contexts
+    from exporter.progress import Progress
+
+    if dry_run:
+        source = pipeline.open_source(config)
+        output.print(Pretty(source.config.model_dump(mode="json"), expand_all=True))
+        output.print(tables.layers_table(source.checkpoint.spec))
+        limit = source.limits.max_context_length
+        output.print(tables.plan_table(plan_contexts(source.checkpoint.spec, source.config.cache, limit)))
+        return
+    target = Path("bundles") / config.name if out is None else out
+    bundle = pipeline.export(config, target, Progress(messages))
+    output.print(tables.comparisons_table(bundle.manifest.verification))
+    total = sum(entry.bytes for entry in bundle.manifest.files.values())
+    output.print(f"{target}: {total / 1e6:.0f} MB, licence of the weights: {bundle.manifest.source.license}")
+
+
+@app.command()
+def inspect(bundle: BundleArgument) -> None:
+    """Print what a bundle is and every graph check, run again on the program file."""
+    from exporter import inspection, tables
+
+    inspected = inspection.inspect_bundle(bundle)
+    output.print(tables.bundle_table(inspected.manifest))
+    output.print(tables.layers_table(inspected.manifest.model))
+    output.print(tables.operators_table(inspected.manifest))
+    output.print(tables.checks_table(inspected.checks))
+    output.print(tables.comparisons_table(inspected.manifest.verification))
+    if not all(check.passed for check in inspected.checks):
+        raise typer.Exit(1)
+
+
+@app.command()
+def verify(
+    bundle: BundleArgument,
+    model: Annotated[
+        Path | None, typer.Option(help="The YAML it was exported with: also compare with eager and Transformers.")
+    ] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="The overrides it was exported with.")] = None,
+) -> None:
+    """Run the program that ships and compare it with the model it came from."""
+    config = None if model is None else load_config(model, parse_overrides(overrides))
+    from exporter import pipeline, tables
+    from exporter.progress import Progress
+
+    output.print(tables.comparisons_table(pipeline.verify_bundle(bundle, config, Progress(messages))))
+
+
+def parse_overrides(pairs: list[str] | None) -> dict[str, Any]:
+    """``a.b=value`` to ``{"a.b": value}``, the value read as YAML.
+
+    Raises:
+        ConfigError: no ``=`` in a pair.
+    """
+    import yaml
+
+    result: dict[str, Any] = {}
+    for pair in pairs or []:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigError(
+                "--set", got=repr(pair), expected="KEY=VALUE", repair="Write e.g. max_context_length=4096."
+            )
+        result[key] = yaml.safe_load(value)
+    return result
+
+
+def main() -> None:
+    """Run the command line; a `UserError` is one message on stderr and exit code 2."""
+    try:
+        app()
+    except UserError as error:
+        messages.print(f"[bold red]error:[/] {error}", markup=True, highlight=False, soft_wrap=True)
+        sys.exit(error.exit_code)

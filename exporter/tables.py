@@ -1,0 +1,122 @@
+"""The tables the command line prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from exporter.plan import ContextPlan
+from exporter.spec import AttentionSpec, CheckResult, Comparison, LayerSpec, Manifest, ModelSpec, MoESpec, RopeSpec
+
+
+def mib(size: int) -> str:
+    return f"{size / 2**20:.2f}"
+
+
+def _table(title: str, columns: Sequence[str], left: int = 1) -> Table:
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < left else "right", overflow="fold")
+    return table
+
+
+def _rope(rope: RopeSpec | None) -> str:
+    if rope is None:
+        return "none"
+    scaling = "" if rope.scaling == "none" else f", {rope.scaling} x{rope.factor:g}"
+    return f"{rope.theta:g}{scaling}"
+
+
+def _layer_row(layer: LayerSpec) -> tuple[str, ...]:
+    feed = layer.feed_forward
+    mlp = f"{feed.num_experts_per_tok} of {feed.num_experts} experts x " if isinstance(feed, MoESpec) else ""
+    mlp += str(feed.intermediate_size)
+    mixer = layer.mixer
+    if not isinstance(mixer, AttentionSpec):
+        return ("conv", str(mixer.kernel_size), "-", "-", "-", "-", mlp)
+    window = "all" if mixer.window is None else str(mixer.window)
+    heads = (str(mixer.num_attention_heads), str(mixer.num_key_value_heads), str(mixer.head_dim))
+    return (mixer.kind, window, *heads, _rope(mixer.rope), mlp)
+
+
+def layers_table(model: ModelSpec) -> Table:
+    """Runs of equal layers share a row."""
+    table = _table("layers", ("layers", "kind", "window", "heads", "KV heads", "head_dim", "RoPE base", "MLP"), left=2)
+    start = 0
+    for index, layer in enumerate(model.layers):
+        following = model.layers[index + 1] if index + 1 < len(model.layers) else None
+        if following != layer:
+            name = str(start) if start == index else f"{start}-{index}"
+            table.add_row(name, *_layer_row(layer))
+            start = index + 1
+    return table
+
+
+def plan_table(plans: Sequence[ContextPlan]) -> Table:
+    columns = ("context", "sliding", "global", "conv", "total", "full caches", "ratio")
+    table = _table("state in MiB at context length", columns)
+    for plan in plans:
+        cells = [mib(size) for size in (plan.sliding, plan.global_, plan.conv, plan.total, plan.full)]
+        table.add_row(str(plan.context), *cells, f"{plan.full / plan.total:.2f}x" if plan.total else "-")
+    return table
+
+
+def checks_table(checks: Sequence[CheckResult]) -> Table:
+    table = _table("graph checks", ("program", "check", "", "evidence"), left=4)
+    for check in checks:
+        table.add_row(check.program, check.name, "ok" if check.passed else "FAILED", check.evidence)
+    return table
+
+
+def comparisons_table(comparisons: Sequence[Comparison]) -> Table:
+    columns = (
+        "against",
+        "positions",
+        "max |d|",
+        "mean |d|",
+        "KL",
+        "argmax",
+        "greedy",
+        "state |d|",
+        "NLL",
+        "NLL of ref.",
+    )
+    table = _table("verification", columns)
+    for c in comparisons:
+        optional = [c.max_state_difference, c.nll, c.reference_nll]
+        state, nll, reference = ["" if value is None else f"{value:.4g}" for value in optional]
+        table.add_row(
+            c.reference, str(c.positions), f"{c.max_abs_difference:.2e}", f"{c.mean_abs_difference:.2e}",
+            f"{c.mean_kl_divergence:.2e}", f"{c.argmax_agreement:.2%}", c.greedy_agreement or "", state, nll, reference,
+        )  # fmt: skip
+    return table
+
+
+def bundle_table(manifest: Manifest) -> Table:
+    table = _table(f"bundle {manifest.name}", ("", ""), left=2)
+    quantization, source, model = manifest.quantization, manifest.source, manifest.model
+    rows = {
+        "created": manifest.created,
+        "source": f"{source.name} ({source.kind}), licence: {source.license or 'not stated'}",
+        "model": f"{model.family}, {len(model.layers)} layers, vocabulary {model.vocab_size}",
+        "context / prefill chunk": f"{manifest.max_context_length} / {manifest.max_prefill_chunk}",
+        "weights": f"linear {quantization.linear}, embedding {quantization.embedding}, head {quantization.head}"
+        if quantization.is_quantized
+        else manifest.dtype,
+        "cache": f"{manifest.cache.dtype}, growth: {manifest.cache.growth}, ring slack: {manifest.cache.ring_slack}",
+        "versions": ", ".join(f"{name} {number}" for name, number in manifest.versions.items()),
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    for name, entry in manifest.files.items():
+        table.add_row(name, f"{entry.bytes:,} bytes, sha256 {entry.sha256[:16]}…")
+    return table
+
+
+def operators_table(manifest: Manifest) -> Table:
+    table = _table("programs", ("program", "runtime", "kernels outside delegates"), left=3)
+    for program in manifest.programs:
+        methods = ", ".join(program.methods)
+        table.add_row(f"{program.file}: {methods}", program.runtime, ", ".join(program.operators))
+    return table
