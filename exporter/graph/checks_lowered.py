@@ -62,13 +62,14 @@ def check_lowered(
     for contract in contracts:
         plan = file.plans[contract.method]
         flow = flow_of_plan(plan, contract.input_names)
-        results += check_flow(flow, Trace(flow), contract)
+        trace = Trace(flow)
+        results += check_flow(flow, trace, contract)
         results += [
             write_index_is_definition(plan, flow, contract),
             no_whole_state_copy(flow, contract),
             finite_constants(data, file, plan, contract),
             dynamic_ranges(plan, contract),
-            last_token_logits_only(plan, contract),
+            last_token_logits_only(plan, trace, contract),
             operators_in_registry(plan, contract, allowed_operators),
             delegated_share(plan, contract),
         ]
@@ -187,7 +188,7 @@ def dynamic_ranges(plan: Plan, contract: ProgramContract) -> CheckResult:
     return contract.result("dynamic_ranges", problems, summary(shown) or "every input is static")
 
 
-def last_token_logits_only(plan: Plan, contract: ProgramContract) -> CheckResult:
+def last_token_logits_only(plan: Plan, trace: Trace, contract: ProgramContract) -> CheckResult:
     """The output is ``[1, V]`` and no planned tensor is as large as Q rows of V."""
     shapes = [plan.shape(value) for value in plan.outputs]
     problems = []
@@ -195,11 +196,17 @@ def last_token_logits_only(plan: Plan, contract: ProgramContract) -> CheckResult
     if contract.last_token_only:
         if shapes != [(1, vocab)]:
             problems.append(f"the outputs are {shapes}, expected one of [1, {vocab}]")
-        for index, value in enumerate(plan.values):
-            if isinstance(value, schema.Tensor) and value.allocation_info is not None and query > 1:
-                rest = list(value.sizes)
-                if vocab in rest and math.prod(rest) >= query * vocab:
-                    problems.append(f"value {index} is planned as {rest}")
+        for index in range(len(plan.values)):
+            shape = plan.shape(index)
+            # A transposed weight has V among its sizes too, and descends from no input.
+            if (
+                shape
+                and query > 1
+                and shape[-1] == vocab
+                and math.prod(shape) >= query * vocab
+                and trace.of(index).data
+            ):
+                problems.append(f"value {index} is planned as {list(shape)}")
     return contract.result(
         "last_token_logits_only", problems, f"outputs {shapes}; {plan.planned_bytes} bytes planned in all"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 
 import torch
@@ -25,7 +26,7 @@ def flow_of_plan(plan: Plan, names: tuple[str, ...]) -> Flow:
     """The plan as steps, its inputs called `names`.
 
     Raises:
-        GraphContractError: the plan does not take as many inputs as there are names.
+        GraphContractError: the plan does not take as many inputs as there are names, or reads what nothing wrote.
     """
     if len(plan.inputs) != len(names):
         raise GraphContractError(
@@ -35,7 +36,7 @@ def flow_of_plan(plan: Plan, names: tuple[str, ...]) -> Flow:
             repair="The states are inputs, one each, in the order of the state specs.",
         )
     reader = _Reader(plan, dict(zip(plan.inputs, names, strict=True)))
-    steps = tuple(step for i, call in enumerate(plan.instructions) if (step := reader.step(i, call)) is not None)
+    steps = tuple(step for i, call in enumerate(plan.instructions) for step in reader.steps(i, call))
     return Flow(
         inputs=dict(reader.inputs.items()),
         constants=dict(reader.constants.items()),
@@ -69,9 +70,11 @@ class _Reader:
         }
         self._defined: set[int] = {i for i, v in enumerate(plan.values) if not isinstance(v, schema.Tensor)}
         self._defined |= set(inputs) | set(self.constants)
+        self._held: dict[tuple[int, int], int] = {}
         self._roots: dict[int, int] = {}
 
-    def step(self, index: int, call: schema.InstructionArguments) -> Step | None:
+    def steps(self, index: int, call: schema.InstructionArguments) -> Iterator[Step]:
+        """The instruction, after the views it reads that have no instruction of their own."""
         if isinstance(call, schema.KernelCall):
             step = self._kernel(index, call)
         elif isinstance(call, schema.DelegateCall):
@@ -79,18 +82,55 @@ class _Reader:
         elif isinstance(call, schema.MoveCall):
             step = Step(f"#{index} move", "move", reads=(call.move_from,), results=(call.move_to,))
         else:
-            return None  # freeing a value moves no data
-        self._defined.update(v for v in step.results if isinstance(v, int))
-        return step
+            return  # freeing a value moves no data
+        for value in (*step.reads, *step.sizes):
+            if value not in self._defined:
+                yield self._static_view(index, value)
+        for value in step.results:
+            self._define(value)
+        yield step
+
+    def _define(self, value: Value) -> None:
+        assert isinstance(value, int)
+        self._defined.add(value)
+        place = self.plan.place(value)
+        if place is not None:
+            self._held[place] = value
+
+    def _static_view(self, index: int, value: Value) -> Step:
+        """A view of fixed shape is no instruction: the planner gives it the place of the tensor it looks at.
+
+        Raises:
+            GraphContractError: nothing was written at that place.
+        """
+        assert isinstance(value, int)
+        source = self._held.get(self.plan.place(value) or (-1, -1))
+        if source is None:
+            raise GraphContractError(
+                "pte reader",
+                got=f"method {self.plan.name}, whose instruction {index} reads value {value}, which nothing wrote",
+                expected="every value to be an input, a constant or a result",
+                repair="The file is damaged, or uses a kind of view this reader does not know.",
+            )
+        self._defined.add(value)
+        self._roots[value] = self._root(source)
+        return Step(f"#{index} view", "view", reads=(source,), results=(value,), aliases=((value, source),))
 
     def _delegate(self, index: int, call: schema.DelegateCall) -> Step:
         arguments = self._flat(call.args)
-        backend = self.plan.delegates[call.delegate_index].backend
+        delegate = self.plan.delegates[call.delegate_index]
+        if delegate.inputs is not None:
+            reads, results = arguments[: delegate.inputs], arguments[delegate.inputs :]
+        else:
+            reads = [v for v in arguments if v in self._defined]
+            results = [v for v in arguments if v not in self._defined]
+            # An opaque payload does not say which arguments it reads: what looks like a result may be a view.
+            reads += [self._held[p] for v in results if (p := self.plan.place(v)) in self._held]
         return Step(
-            label=f"#{index} {backend}[{call.delegate_index}]",
-            operator=f"delegate::{backend}",
-            reads=tuple(v for v in arguments if v in self._defined),
-            results=tuple(v for v in arguments if v not in self._defined),
+            label=f"#{index} {delegate.backend}[{call.delegate_index}]",
+            operator=f"delegate::{delegate.backend}",
+            reads=tuple(reads),
+            results=tuple(results),
         )
 
     def _kernel(self, index: int, call: schema.KernelCall) -> Step:

@@ -24,9 +24,9 @@ _SCALAR_BYTES = {
     ScalarType.BFLOAT16: 2, ScalarType.INT: 4, ScalarType.FLOAT: 4, ScalarType.LONG: 8, ScalarType.DOUBLE: 8,
 }  # fmt: skip
 
-# XNNPACK's payload: a header with the magic at byte 4 and the flatbuffer's offset at byte 10; the graph's second
-# field is the vector of its nodes.
-_XNNPACK_MAGIC, _XNNPACK_NODES = b"XH00", 6
+# XNNPACK's payload: a header with the magic at byte 4 and the flatbuffer's offset at byte 10. Of the graph's table
+# these are the vectors of its nodes and of its external inputs.
+_XNNPACK_MAGIC, _XNNPACK_NODES, _XNNPACK_INPUTS = b"XH00", 6, 12
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,11 @@ class Blob:
 
 @dataclass(frozen=True)
 class Delegate:
-    """A call target of a plan. `nodes` counts the operators inside, where the payload's format is known."""
+    """A call target of a plan: the operators inside and its inputs, counted where the payload's format is known."""
 
     backend: str
     nodes: int | None
+    inputs: int | None
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,13 @@ class Plan:
     def tensor(self, value: int) -> schema.Tensor | None:
         found = self.values[value]
         return found if isinstance(found, schema.Tensor) else None
+
+    def place(self, value: int) -> tuple[int, int] | None:
+        """Where the planner put a tensor: arena and offset."""
+        tensor = self.tensor(value)
+        if tensor is None or tensor.allocation_info is None:
+            return None
+        return tensor.allocation_info.memory_id, tensor.allocation_info.memory_offset
 
     def scalar_type(self, value: int) -> ScalarType | None:
         tensor = self.tensor(value)
@@ -175,7 +183,7 @@ def _plan(plan: schema.ExecutionPlan, payload_of: Callable[[schema.BackendDelega
         inputs=tuple(plan.inputs),
         outputs=tuple(plan.outputs),
         operators=tuple(f"{op.name}.{op.overload}" if op.overload else op.name for op in plan.operators),
-        delegates=tuple(Delegate(d.id, _node_count(payload_of(d))) for d in plan.delegates),
+        delegates=tuple(_delegate(d.id, payload_of(d)) for d in plan.delegates),
         instructions=tuple(instructions),
         # Entry 0 stands for the constants.
         planned_bytes=sum(plan.non_const_buffer_sizes[1:]),
@@ -196,11 +204,15 @@ def _constants(program: schema.Program, segment: Callable[[int], tuple[int, int]
     return {i: Blob((f"constant {i}",), start + offsets[i], size) for i, size in users.items()}
 
 
-def _node_count(payload: bytes) -> int | None:
+def _delegate(backend: str, payload: bytes) -> Delegate:
     if payload[4:8] != _XNNPACK_MAGIC:
-        return None
+        return Delegate(backend, None, None)
     (start,) = struct.unpack_from("<I", payload, 10)
     (root,) = struct.unpack_from("<I", payload, start)
     table = flatbuffers.table.Table(payload, start + root)
-    field = flatbuffers.number_types.UOffsetTFlags.py_type(table.Offset(_XNNPACK_NODES))
-    return int(table.VectorLen(field)) if field else 0
+
+    def count(slot: int) -> int:
+        field = flatbuffers.number_types.UOffsetTFlags.py_type(table.Offset(slot))
+        return int(table.VectorLen(field)) if field else 0
+
+    return Delegate(backend, count(_XNNPACK_NODES), count(_XNNPACK_INPUTS))

@@ -125,8 +125,8 @@ class Provenances(torch.nn.Module):
 @pytest.fixture(scope="module")
 def traced() -> tuple[Flow, Trace]:
     module = Provenances()
-    shapes = ({0: Dim("N", min=2, max=9)}, {})
-    flow = flow_of(export(module, (torch.zeros(3), torch.zeros(4)), dynamic_shapes=shapes), ("a", "b"))
+    dynamic = {"a": {0: Dim("N", min=2, max=9)}, "b": None}
+    flow = flow_of(export(module, (torch.zeros(3), torch.zeros(4)), dynamic_shapes=dynamic), ("a", "b"))
     return flow, Trace(flow)
 
 

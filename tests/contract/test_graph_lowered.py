@@ -1,0 +1,194 @@
+"""Lowered files: a good one passes every check, and each mutant fails the check made for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from programs_for_checks import CONTRACTS, MAX_CHUNK, STATES, lower, trace
+
+from exporter.errors import GraphContractError
+from exporter.graph import (
+    ProgramContract,
+    PteFile,
+    assert_graph_contract,
+    check_lowered,
+    read_pte,
+    runtime_registry,
+    stored_weights,
+)
+from exporter.graph.provenance import Trace
+from exporter.graph.pte_flow import flow_of_plan
+from exporter.graph.pte_plan import Blob
+from exporter.spec import CheckResult
+
+CHECKS = {
+    "ring_write_index_from_shapes", "full_write_index_from_shapes", "mutated_inputs_exactly_states",
+    "no_scalar_read_from_data", "no_tensor_remainder", "write_index_is_definition", "no_whole_state_copy",
+    "finite_constants", "dynamic_ranges", "last_token_logits_only", "operators_in_registry", "delegated_share",
+}  # fmt: skip
+# Lowering takes seconds, so independent faults share a file.
+MUTANTS = [
+    ("prefill", ("data_index", "data_index_full", "infinite_mask", "late_slice", "short_sequence"), {
+        "ring_write_index_from_shapes", "full_write_index_from_shapes", "write_index_is_definition",
+        "finite_constants", "last_token_logits_only", "dynamic_ranges",
+    }),
+    ("prefill", ("write_first", "tensor_remainder"), {"prefill_reads_before_write", "no_tensor_remainder"}),
+    ("main", ("wrong_slot", "item_on_data", "infinite_weight"), {
+        "write_index_is_definition", "no_scalar_read_from_data", "finite_constants",
+    }),
+    ("main", ("read_first", "item_on_weight", "unwritten"), {
+        "main_writes_before_read", "no_scalar_read_from_data", "mutated_inputs_exactly_states",
+        "full_write_index_from_shapes",
+    }),
+    ("main", ("extra_mutation",), {"mutated_inputs_exactly_states", "last_token_logits_only"}),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def registry() -> frozenset[str]:
+    return runtime_registry()[1]
+
+
+@pytest.fixture(scope="module")
+def good() -> bytes:
+    return lower({method: trace(method) for method in CONTRACTS})
+
+
+def by_name(results: list[CheckResult], method: str) -> dict[str, CheckResult]:
+    return {r.name: r for r in results if r.program == method}
+
+
+def changed(method: str, **changes: Any) -> list[ProgramContract]:
+    """Both contracts, one of them asking for something else."""
+    return [dataclasses.replace(c, **(changes if m == method else {})) for m, c in CONTRACTS.items()]
+
+
+def test_a_good_file_passes_every_check(good: bytes, registry: frozenset[str]) -> None:
+    results = check_lowered(good, CONTRACTS.values(), registry)
+    assert [r for r in results if not r.passed] == []
+    for method, order in (("prefill", "prefill_reads_before_write"), ("main", "main_writes_before_read")):
+        assert set(by_name(results, method)) == CHECKS | {order}
+    assert set(by_name(results, "main+prefill")) == {"weights_stored_once"}
+    assert_graph_contract(results)
+
+
+@pytest.mark.parametrize(("method", "faults", "checks"), MUTANTS)
+def test_mutants_fail_their_checks_and_no_other(
+    method: str, faults: tuple[str, ...], checks: set[str], registry: frozenset[str]
+) -> None:
+    # A weight inside a delegate is out of sight, so mutants are lowered without one.
+    data = lower({method: trace(method, *faults)}, delegate=False)
+    results = check_lowered(data, [CONTRACTS[method]], registry)
+    assert {r.name for r in results if not r.passed} == checks
+    with pytest.raises(GraphContractError, match=sorted(checks)[0]):
+        assert_graph_contract(results)
+
+
+@pytest.mark.parametrize("delegate", [True, False], ids=["delegated", "portable"])
+def test_logits_descend_from_the_tokens_and_every_state(delegate: bool) -> None:
+    """No link of the chain is lost, through delegates and through views that are no instruction."""
+    data = lower({"main": trace("main")}, delegate=delegate)
+    flow = flow_of_plan(read_pte(data).plans["main"], CONTRACTS["main"].input_names)
+    found = Trace(flow).of(flow.outputs[0])
+    assert found.data == {"input_ids"} | {state.name for state in STATES}
+    assert found.shapes == {"position_ids"}
+    assert any(step.operator == "view" for step in flow.steps) or delegate
+
+
+def test_write_back_copies_fail(registry: frozenset[str]) -> None:
+    data = lower({"main": trace("main")}, in_place=False, delegate=False)
+    results = by_name(check_lowered(data, [CONTRACTS["main"]], registry), "main")
+    assert (
+        not results["no_whole_state_copy"].passed and "copies layer_0_keys" in results["no_whole_state_copy"].evidence
+    )
+    assert "returns layer_0_keys" in results["mutated_inputs_exactly_states"].evidence
+
+
+def test_a_read_that_lowering_moved_behind_the_write_fails(registry: frozenset[str]) -> None:
+    """A read orders itself against a write in place by position alone, and partitioning may move it.
+
+    XNNPACK takes both concatenations into one call, which runs where the later of them could: after the first write.
+    The exported program is right, the file would compute other logits.
+    """
+    program = trace("prefill", "tensor_remainder")
+    data = lower({"prefill": program})
+    result = by_name(check_lowered(data, [CONTRACTS["prefill"]], registry), "prefill")["prefill_reads_before_write"]
+    assert not result.passed and "Xnnpack" in result.evidence
+
+
+def test_an_operator_the_runtime_lacks_is_named(good: bytes, registry: frozenset[str]) -> None:
+    results = check_lowered(good, CONTRACTS.values(), registry - {"llama::update_cache.out"})
+    for method in CONTRACTS:
+        found = by_name(results, method)["operators_in_registry"]
+        assert not found.passed and "llama::update_cache.out" in found.evidence
+
+
+def test_a_share_below_the_floor_fails(good: bytes, registry: frozenset[str]) -> None:
+    assert by_name(check_lowered(good, changed("main", min_delegated_share=0.01), registry), "main")[
+        "delegated_share"
+    ].passed
+    results = check_lowered(good, changed("main", min_delegated_share=0.99), registry)
+    assert not by_name(results, "main")["delegated_share"].passed
+    assert by_name(results, "prefill")["delegated_share"].passed
+
+
+def test_bounds_other_than_the_declared_ones_fail(good: bytes, registry: frozenset[str]) -> None:
+    interface = CONTRACTS["prefill"].interface
+    wider = interface.model_copy(update={"dims": interface.dims | {"Q": (2, MAX_CHUNK + 1)}})
+    results = by_name(check_lowered(good, changed("prefill", interface=wider), registry), "prefill")
+    assert not results["dynamic_ranges"].passed and "[1, 24]" in results["dynamic_ranges"].evidence
+
+
+def test_a_matrix_stored_twice_fails(registry: frozenset[str]) -> None:
+    data = lower({"main": trace("main", "two_heads")})
+    result = check_lowered(data, [CONTRACTS["main"]], registry)[-1]
+    assert result.name == "weights_stored_once" and not result.passed
+    stored = stored_weights(data, read_pte(data))
+    assert stored.duplicate_bytes == 97 * 32 * 4
+
+
+def test_references_to_one_place_count_once() -> None:
+    data = bytes(range(64)) * 2 + bytes(64)
+    constants = {1: Blob(("embedding",), 0, 64), 2: Blob(("other",), 128, 64)}
+
+    def share(*named: Blob) -> tuple[int, int]:
+        stored = stored_weights(data, PteFile({}, constants, named, (), len(data)))
+        return stored.unique_bytes, stored.duplicate_bytes
+
+    assert share(Blob(("head",), 0, 64)) == (128, 0)
+    assert share(Blob(("head",), 64, 64)) == (128, 64)
+
+
+def test_the_plan_says_what_inspect_shows(good: bytes) -> None:
+    file = read_pte(good)
+    assert set(file.plans) == {"prefill", "main"} and file.size == len(good)
+    main = file.plans["main"]
+    assert "llama::update_cache.out" in main.operators_called() and main.planned_bytes > 0
+    assert [main.shape(v) for v in main.outputs] == [(1, 97)]
+    assert {d.backend for d in main.delegates} == {"XnnpackBackend"} and all(d.nodes for d in main.delegates)
+    # The embedding's table is a constant; the packed linears are named data, shared by both methods.
+    assert file.constant_bytes >= 97 * 32 * 4
+    assert file.named_bytes >= (97 * 32 + 2 * (96 * 32 + 32 * 32)) * 4
+
+
+def test_the_registry_is_that_of_the_wheel(registry: frozenset[str]) -> None:
+    assert runtime_registry()[0].startswith("executorch-1.5.1")
+    assert {"llama::custom_sdpa.out", "quantized_decomposed::embedding_4bit.out", "aten::sym_size.int"} <= registry
+
+
+@pytest.mark.parametrize("data", [b"", b"not a program" * 20])
+def test_other_files_are_refused(data: bytes) -> None:
+    with pytest.raises(GraphContractError, match="ExecuTorch program"):
+        read_pte(data)
+
+
+def test_a_contract_for_other_inputs_is_refused(good: bytes, registry: frozenset[str]) -> None:
+    contract = CONTRACTS["main"]
+    fewer = contract.interface.model_copy(
+        update={"inputs": contract.interface.inputs[:-1], "mutates": contract.interface.mutates[:-1]}
+    )
+    short = ProgramContract("main", fewer, contract.states[:-1])
+    with pytest.raises(GraphContractError, match="6 inputs"):
+        check_lowered(good, [CONTRACTS["prefill"], short], registry)
