@@ -69,9 +69,8 @@ def planned_usage(manifest: Manifest, tokens: int) -> tuple[KindUsage, ...]:
 
 
 def planned_rows(manifest: Manifest, spec: StateSpec, tokens: int) -> int:
-    """The rows of one state after `tokens` tokens: only a full state grows, by the steps of the bundle's policy."""
-    if spec.kind != "full":
-        return spec.rows
+    """The rows of one state after `tokens` tokens: a full state grows by the steps of the bundle's policy, the others
+    are at their `max_rows` from the start."""
     return manifest.cache.grown_rows(spec.rows, tokens, spec.max_rows)
 
 

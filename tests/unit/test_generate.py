@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -104,6 +105,22 @@ def test_streamed_text_is_the_text_in_whole_characters(tokenizer: Tokenizer, tex
     assert not any("\ufffd" in piece for piece in pieces)
     assert "".join(pieces) == text
     assert stream.finish() == ""
+
+
+def test_a_blank_before_a_word_is_kept(tmp_path: Path) -> None:
+    """Tokenizers of the sentencepiece kind strip the blank before the first word of whatever they decode."""
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"\u2581a": 0, "\u2581b": 1, "c": 2}, unk_token="c"))
+    words.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("\u2581", " "),
+            tokenizers.decoders.Fuse(),
+            tokenizers.decoders.Strip(" ", 1, 0),
+        ]
+    )
+    bundle = toy_bundle(tmp_path / "toy")
+    words.save(str(tmp_path / "toy" / "tokenizer" / "tokenizer.json"))
+    stream = TextStream(Tokenizer(bundle))
+    assert [stream.push(token) for token in (0, 1, 1, 2)] == ["a", " b", " b", "c"]
 
 
 def test_an_unfinished_character_is_dropped_at_the_end(tokenizer: Tokenizer) -> None:

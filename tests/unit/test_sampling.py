@@ -32,7 +32,7 @@ def test_greedy_takes_the_best() -> None:
         (Sampler(temperature=1.0, top_p=1.0), {0: 0.1, 1: 0.4, 2: 0.3, 3: 0.2}),
         (Sampler(temperature=1.0, top_p=1e-9), {1: 1.0}),
         (Sampler(temperature=1.0, top_k=3, top_p=0.75), {1: 4 / 7, 2: 3 / 7}),
-        (Sampler(temperature=1e-300), {1: 1.0}),
+        (Sampler(temperature=5e-324), {1: 1.0}),
     ],
 )
 def test_frequencies(sampler: Sampler, expected: dict[int, float]) -> None:

@@ -246,6 +246,8 @@ def test_load_says_what_is_wrong_with_a_bundle(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match=r"model\.pte"):
         load(tmp_path / "toy")  # whole, but its program is none
     manifest = toy_manifest()
-    toy_bundle(tmp_path / "toy", manifest.model_copy(update={"programs": ()}))
-    with pytest.raises(BundleError, match="prefill and main"):
-        load(tmp_path / "toy")
+    (program,) = manifest.programs
+    for programs in ((), (program.model_copy(update={"methods": {}}),)):
+        toy_bundle(tmp_path / "toy", manifest.model_copy(update={"programs": programs}))
+        with pytest.raises(BundleError, match="an executorch program with the methods prefill and main"):
+            load(tmp_path / "toy")

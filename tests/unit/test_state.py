@@ -93,6 +93,15 @@ def test_a_refused_rewind_names_what_is_left() -> None:
     assert state.max_rewind == 1
 
 
+def test_a_window_of_one_is_not_to_blame() -> None:
+    manifest = toy_manifest(("ring", "ring"), window=8)
+    one = tuple(s.model_copy(update={"window": 1, "rows": 1, "max_rows": 1}) for s in manifest.states[:2])
+    state = State(manifest.model_copy(update={"states": one + manifest.states[2:]}))
+    mark(state, 30)
+    with pytest.raises(RuntimeLimitError, match="position 22 is the oldest"):
+        state.rewind(2)
+
+
 def test_what_can_always_be_rewound() -> None:
     full = State(toy_manifest(("full",)))
     mark(full, 50)
@@ -224,6 +233,17 @@ def test_memory_by_kind_of_layer() -> None:
     assert state.memory()[0].used_bytes == state.memory()[0].allocated_bytes == sliding.allocated_bytes
     assert "\n" not in state.report()
     assert state.report().startswith("[kv] 45 tokens | sliding 2 x 8 rows")
+
+
+def test_dropped_and_lost_rows_are_not_in_use() -> None:
+    state = State(toy_manifest(("ring",), window=8))
+    mark(state, 30)
+    state.rewind(1)
+    assert state.memory()[0].used_bytes == 2 * 7 * ROW
+    alone = State(toy_manifest(("ring",), window=1))
+    mark(alone, 10)
+    alone.rewind(7)
+    assert alone.memory()[0].used_bytes == 0
 
 
 def test_the_cost_of_a_context_against_full_caches() -> None:
