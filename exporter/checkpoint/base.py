@@ -135,7 +135,7 @@ class Checkpoint(ABC):
         """
         stored = self._stored()
         extra_head = None
-        if self.spec.tie_word_embeddings and HEAD not in expected:
+        if HEAD not in expected:  # a tied model
             heads = [tensor for tensor in stored if tensor.target is not None and tensor.target.name == HEAD]
             stored = [tensor for tensor in stored if tensor not in heads]
             extra_head = heads[0] if heads else None

@@ -244,7 +244,7 @@ def test_an_index_may_not_point_outside(sharded: Path) -> None:
     save_file({"x": torch.zeros(1)}, outside)
     index["weight_map"]["x"] = "../outside.safetensors"
     (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
-    refused(sharded, "../outside.safetensors")
+    refused(sharded, "../outside.safetensors", "every shard beside the index")
 
 
 @pytest.mark.parametrize("keep", [4, 200, -1])

@@ -1,6 +1,7 @@
 """Families against Transformers' own reading of the same configs."""
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -233,6 +234,12 @@ def test_yarn_attention_factor_is_the_formulas_or_the_authors() -> None:
     assert rope is not None and inverse_frequencies(rope)[1] == 1.0
 
 
+def test_yarn_without_a_factor_stretches_to_the_models_length() -> None:
+    scaling = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 512}
+    rope = mixers(spec_of(LLAMA | {"rope_scaling": scaling, "max_position_embeddings": 2048}))[0].rope
+    assert rope is not None and rope.factor == 4.0
+
+
 def test_biases_and_norms_of_the_variants() -> None:
     def flags(config: dict[str, Any]) -> tuple[bool, bool, bool, bool]:
         layer = spec_of(config).layers[0]
@@ -320,7 +327,7 @@ GGUF_LLAMA: dict[str, Any] = {
 SHAPES = {"token_embd.weight": (97, 64)}
 
 
-def gguf_spec(metadata: dict[str, Any], shapes: dict[str, tuple[int, ...]] | None = None, **read: Any) -> ModelSpec:
+def gguf_spec(metadata: dict[str, Any], shapes: Mapping[str, tuple[int, ...]] | None = None, **read: Any) -> ModelSpec:
     return from_gguf(metadata, shapes or SHAPES, lambda name: read["tensors"][name])[1]
 
 
@@ -350,7 +357,7 @@ def test_the_27b_gemma_scales_by_its_width() -> None:
 
 
 def test_llama3_scaling_is_recovered_from_rope_freqs() -> None:
-    theirs = LlamaConfig(head_dim=64, rope_theta=500000.0, rope_scaling=dict(LLAMA3), max_position_embeddings=131072)
+    theirs = LlamaConfig(head_dim=64, rope_parameters=LLAMA3 | {"rope_theta": 500000.0})
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](theirs, torch.device("cpu"))
     plain = 1.0 / 500000.0 ** (torch.arange(0, 64, 2).float() / 64)
     metadata = GGUF_LLAMA | {"llama.rope.dimension_count": 64, "llama.attention.key_length": 64}

@@ -244,7 +244,7 @@ def test_bos_is_added_once_or_not_at_all(tmp_path: Path, data: dict[str, Any], e
     bos = data.get("tokenizer.ggml.bos_token_id")
     count = int(expected)
     ids = tokenizer.encode("ab").ids
-    assert ids.count(bos) == count
+    assert sum(token == bos for token in ids) == count
     assert (ids[0] == bos) is expected
     auto = AutoTokenizer.from_pretrained(tmp_path)
     assert auto("ab").input_ids == ids
@@ -257,12 +257,13 @@ def test_one_bos_with_chat_templates_that_emit_it_and_that_do_not(tmp_path: Path
     spec, tokenizer = write(sentencepiece() | {"tokenizer.chat_template": template}, tmp_path)
     assert spec.has_chat_template
     assert spec.add_bos
-    auto = AutoTokenizer.from_pretrained(tmp_path)
+    auto: Any = AutoTokenizer.from_pretrained(tmp_path)
     text = auto.apply_chat_template(CHAT, tokenize=False)
     ids = tokenizer.encode(text, add_special_tokens=False).ids
-    if ids[:1] != [spec.bos_token_id]:
-        ids = [spec.bos_token_id, *ids]
-    assert ids.count(spec.bos_token_id) == 1
+    if ids[:1] != [2]:
+        ids = [2, *ids]
+    assert spec.bos_token_id == 2
+    assert ids.count(2) == 1
     assert tokenizer.decode(ids) == "hi there"
     assert auto.apply_chat_template(CHAT)["input_ids"].count(2) == int(template == TEMPLATE_WITH_BOS)
 
@@ -396,7 +397,7 @@ def test_smollm2_from_its_gguf(tmp_path: Path) -> None:
     assert spec == TokenizerSpec(bos_token_id=1, eos_token_ids=(2,), add_bos=False, has_chat_template=True)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert tokens(tokenizer, "in 1234567") == ["in", "Ġ", "1", "2", "3", "4", "5", "6", "7"]
-    auto = AutoTokenizer.from_pretrained(tmp_path)
+    auto: Any = AutoTokenizer.from_pretrained(tmp_path)
     for text in ROUND_TRIP_TEXTS:
         assert auto(text).input_ids == tokenizer.encode(text).ids
     chat = auto.apply_chat_template(CHAT, add_generation_prompt=True)["input_ids"]

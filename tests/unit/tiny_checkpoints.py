@@ -58,7 +58,7 @@ def decoder_logits(spec: ModelSpec, state_dict: dict[str, torch.Tensor], ids: li
     if spec.tie_word_embeddings:
         state_dict = state_dict | {"lm_head.weight": state_dict["embed_tokens.weight"]}
     decoder.load_state_dict(state_dict)
-    states = decoder.make_states()
+    states = [torch.zeros(state.shape()) for state in decoder.states]
     with torch.no_grad():
         rows = [
             decoder(torch.tensor([[token]]), torch.arange(i + 1)[None], states, write_first=True)
