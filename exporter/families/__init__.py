@@ -20,7 +20,7 @@ FAMILIES: tuple[Family, ...] = (Gemma3(), Llama())
 
 
 def _find(kind: str, name: Any, table: Mapping[str, Family]) -> Family:
-    if name not in table:
+    if not isinstance(name, str) or name not in table:
         raise UnsupportedModelError(
             "families",
             got=f"{kind} {name!r}",

@@ -35,12 +35,14 @@ from exporter.families.reading import (
     activation,
     explicit_layer_types,
     gguf_vocab_size,
+    optional_number,
     pattern_layer_types,
     positive,
+    positive_number,
     refuse_flags,
     rope_parameters,
     rope_spec,
-    softcap,
+    section,
     window_length,
 )
 from exporter.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, RopeSpec
@@ -141,7 +143,7 @@ class Gemma3(Family):
         if "text_config" in config:
             # The outer config's tie applies to the whole model; the text half's own wins when it speaks.
             outer = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
-            config = outer | config["text_config"]
+            config = {**outer, **section(config, "text_config")}
         config = {**DEFAULTS, **config}
         refuse_flags(config, ("use_bidirectional_attention",))
         num_layers = positive(config, "num_hidden_layers")
@@ -159,10 +161,10 @@ class Gemma3(Family):
                 "num_attention_heads": positive(config, "num_attention_heads"),
                 "num_key_value_heads": positive(config, "num_key_value_heads"),
                 "head_dim": head_dim,
-                "scale": config["query_pre_attn_scalar"] ** -0.5,
+                "scale": positive_number(config, "query_pre_attn_scalar") ** -0.5,
                 "qkv_bias": config["attention_bias"],
                 "output_bias": config["attention_bias"],
-                "logit_softcap": softcap(config, "attn_logit_softcapping"),
+                "logit_softcap": optional_number(config, "attn_logit_softcapping"),
             },
             feed_forward=MLPSpec(
                 intermediate_size=positive(config, "intermediate_size"),
@@ -170,16 +172,16 @@ class Gemma3(Family):
             ),
             hidden_size=positive(config, "hidden_size"),
             vocab_size=positive(config, "vocab_size"),
-            norm_eps=config["rms_norm_eps"],
+            norm_eps=positive_number(config, "rms_norm_eps"),
             tie_word_embeddings=config["tie_word_embeddings"],
-            final_logit_softcap=softcap(config, "final_logit_softcapping"),
+            final_logit_softcap=optional_number(config, "final_logit_softcapping"),
             max_position_embeddings=max_positions,
         )
 
     @staticmethod
     def _rope(config: Mapping[str, Any], kind: LayerType) -> dict[str, Any]:
         """Flat spellings (`rope_theta`, `rope_scaling`, flat `rope_parameters`) speak of the global layers only."""
-        nested = config.get("rope_parameters") or {}
+        nested = section(config, "rope_parameters")
         if kind == "full_attention":
             parameters = rope_parameters(config, kind, THETA[kind])
         else:
@@ -230,14 +232,14 @@ class Gemma3(Family):
                 "num_key_value_heads": meta.integer("attention.head_count_kv", heads),
                 "head_dim": head_dim,
                 "scale": meta.number("attention.scale", default_scale),
-                "logit_softcap": softcap(caps, "attn_logit_softcapping"),
+                "logit_softcap": optional_number(caps, "attn_logit_softcapping"),
             },
             feed_forward=MLPSpec(intermediate_size=meta.integer("feed_forward_length"), activation="gelu_tanh"),
             hidden_size=hidden_size,
             vocab_size=gguf_vocab_size(metadata, shapes),
             norm_eps=meta.number("attention.layer_norm_rms_epsilon"),
             tie_word_embeddings="output.weight" not in shapes,
-            final_logit_softcap=softcap(caps, "final_logit_softcapping"),
+            final_logit_softcap=optional_number(caps, "final_logit_softcapping"),
             max_position_embeddings=meta.integer("context_length"),
         )
 

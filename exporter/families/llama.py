@@ -34,9 +34,11 @@ from exporter.families.reading import (
     GGUFMetadata,
     LayerType,
     activation,
+    contradiction,
     explicit_layer_types,
     gguf_vocab_size,
     positive,
+    positive_number,
     rope_parameters,
     rope_spec,
     unsupported,
@@ -144,7 +146,9 @@ def _layer_types(config: Mapping[str, Any], variant: Variant, num_layers: int) -
         )
     first = 0
     if variant.windows == "from_max_window_layers":
-        first = int(config["max_window_layers"])
+        first = config["max_window_layers"]
+        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+            raise contradiction(f"max_window_layers = {first!r}", "a whole number")
     implied: list[LayerType] = [
         "sliding_attention" if slides and i >= first else "full_attention" for i in range(num_layers)
     ]
@@ -225,7 +229,7 @@ class Llama(Family):
             vocab_size=positive(config, "vocab_size"),
             hidden_size=hidden_size,
             layers=tuple(layers[kind] for kind in layer_types),
-            norm_eps=config["rms_norm_eps"],
+            norm_eps=positive_number(config, "rms_norm_eps"),
             tie_word_embeddings=config["tie_word_embeddings"],
             max_position_embeddings=max_positions,
         )

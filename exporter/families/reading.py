@@ -40,7 +40,7 @@ def unsupported(got: str, expected: str) -> UnsupportedModelError:
 
 
 def activation(name: Any) -> Activation:
-    if name not in _ACTIVATIONS:
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise unsupported(f"hidden activation {name!r}", f"one of {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
 
@@ -66,8 +66,9 @@ def explicit_layer_types(config: Mapping[str, Any], num_layers: int) -> list[Lay
     names = config.get("layer_types")
     if names is None:
         return None
-    if len(names) != num_layers:
-        raise contradiction(f"layer_types of length {len(names)}", f"one for each of {num_layers} layers")
+    if not isinstance(names, list | tuple) or len(names) != num_layers:
+        length = f"length {len(names)}" if isinstance(names, list | tuple) else f"type {type(names).__name__}"
+        raise contradiction(f"layer_types of {length}", f"one for each of {num_layers} layers")
     if unknown := sorted({str(name) for name in names} - set(LAYER_TYPES)):
         raise unsupported(f"layer_types {', '.join(unknown)}", " or ".join(LAYER_TYPES))
     return list(names)
@@ -86,10 +87,10 @@ def rope_parameters(config: Mapping[str, Any], layer_type: LayerType, default_th
     Transformers spelt them ``rope_theta`` beside ``rope_scaling`` (up to v4), then ``rope_parameters``, flat or one
     dictionary a layer type (v5); what stands inside wins over what stands beside.
     """
-    parameters = config.get("rope_parameters") or {}
+    parameters = section(config, "rope_parameters")
     if any(key in parameters for key in LAYER_TYPES):
-        parameters = parameters.get(layer_type) or {}
-    result = {**parameters, **(config.get("rope_scaling") or {})}
+        parameters = section(parameters, layer_type)
+    result = {**parameters, **section(config, "rope_scaling")}
     for key, default in (("rope_theta", default_theta), ("partial_rotary_factor", 1.0)):
         if result.get(key) is None:
             beside = config.get(key)
@@ -111,32 +112,30 @@ def rope_spec(parameters: Mapping[str, Any], head_dim: int, max_position_embeddi
         raise unsupported(f"RoPE parameters {', '.join(unknown)}", f"among {', '.join(sorted(_ROPE_KEYS))}")
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     plain = RopeSpec(
-        theta=float(parameters["rope_theta"]), rotary_dim=int(head_dim * parameters["partial_rotary_factor"])
+        theta=positive_number(parameters, "rope_theta"),
+        rotary_dim=int(head_dim * positive_number(parameters, "partial_rotary_factor")),
     )
     if kind == "default":
         return plain
     if kind not in ("linear", "llama3", "yarn"):
         raise unsupported(f"RoPE type {kind!r}", "default, linear, llama3 or yarn")
-    original = parameters["original_max_position_embeddings"]
-    factor: Any = parameters.get("factor")
-    if factor is None and kind == "yarn" and original:
-        factor = max_position_embeddings / original
-    needed: dict[str, Any] = {"factor": factor}
-    if kind == "llama3":
-        needed |= {key: parameters.get(key) for key in ("low_freq_factor", "high_freq_factor")}
-    if missing := [key for key, value in needed.items() if value is None]:
-        raise contradiction(f"RoPE type {kind} without {', '.join(missing)}", "all its parameters")
-    values: dict[str, Any] = {"scaling": kind} | {key: float(value) for key, value in needed.items()}
+    values: dict[str, Any] = {"scaling": kind}
     if kind != "linear":
-        values["original_max_position_embeddings"] = original
+        values["original_max_position_embeddings"] = positive(parameters, "original_max_position_embeddings")
     if kind == "yarn":
-        values |= {key: float(parameters.get(key) or default) for key, default in (("beta_fast", 32), ("beta_slow", 1))}
+        stretch = max_position_embeddings / values["original_max_position_embeddings"]
+        for key, default in (("factor", stretch), ("beta_fast", 32.0), ("beta_slow", 1.0)):
+            values[key] = positive_number({key: parameters.get(key) or default}, key)
         values["truncate"] = parameters.get("truncate", True)
         values["attention_factor"] = parameters.get("attention_factor")
-        mscale, all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
+        mscale, all_dim = optional_number(parameters, "mscale"), optional_number(parameters, "mscale_all_dim")
         if values["attention_factor"] is None and mscale and all_dim:
-            values["attention_factor"] = _mscale(factor, mscale) / _mscale(factor, all_dim)
-    return plain.model_copy(update=values)
+            values["attention_factor"] = _mscale(values["factor"], mscale) / _mscale(values["factor"], all_dim)
+    else:
+        values["factor"] = positive_number(parameters, "factor")
+    if kind == "llama3":
+        values |= {key: positive_number(parameters, key) for key in ("low_freq_factor", "high_freq_factor")}
+    return RopeSpec.model_validate(plain.model_dump() | values)
 
 
 def short_decimal(value: float) -> float:
@@ -212,11 +211,22 @@ def positive(config: Mapping[str, Any], key: str) -> int:
     return value
 
 
-def softcap(config: Mapping[str, Any], key: str) -> float | None:
-    """A soft cap; null and absent mean none."""
+def positive_number(config: Mapping[str, Any], key: str) -> float:
+    """A finite number above 0."""
     value = config.get(key)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise contradiction(f"{key} = {value!r}", "null or a positive number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise contradiction(f"{key} = {value!r}", "a positive number")
     return float(value)
+
+
+def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """A dictionary inside a config; null and absent mean an empty one."""
+    value = config.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise contradiction(f"{key} = {value!r}", "a dictionary")
+    return value
+
+
+def optional_number(config: Mapping[str, Any], key: str) -> float | None:
+    """A finite number above 0, or None for null and absent."""
+    return None if config.get(key) is None else positive_number(config, key)

@@ -1,5 +1,6 @@
 """GGUF files, and files that are joined from parts shipped in packages."""
 
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from exporter.checkpoint import GGUFCheckpoint, open_checkpoint
 from exporter.checkpoint.gguf_header import read_header
 from exporter.checkpoint.source import join_parts, sha256_file
 from exporter.config import CheckpointConfig
-from exporter.errors import CheckpointError
+from exporter.errors import CheckpointError, UserError
 from exporter.model.decoder import parameter_shapes
 
 IDS = [5, 17, 96, 3, 3, 41, 60, 2, 88, 9, 10, 11]
@@ -115,6 +116,22 @@ def test_files_that_are_no_gguf(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(data)
     refused(path, "model.gguf", "GGUF")
+
+
+def test_a_damaged_header_is_a_users_error_or_another_model(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"), tokens=97)
+    good, source = path.read_bytes(), random.Random(0)
+    end = good.index(b"output_norm.weight")
+    refusals = 0
+    for _ in range(200):
+        data = bytearray(good)
+        data[source.randrange(end)] = source.choice((0, 255, source.randrange(256)))
+        path.write_bytes(data)
+        try:
+            open_checkpoint(at(path))
+        except UserError:
+            refusals += 1
+    assert refusals > 100
 
 
 def test_missing_unexpected_and_misshaped_tensors(tmp_path: Path) -> None:
