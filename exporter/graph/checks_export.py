@@ -21,6 +21,7 @@ from exporter.graph.index_proof import (
     expression,
     failed_assertions,
     play_writes,
+    played_lengths,
     same_index,
     sample_lengths,
 )
@@ -94,7 +95,7 @@ def writes_land_on_their_rows(
     """Played for concrete lengths, every write puts each position where the definition says."""
     states = contract.of_kind("ring") + contract.of_kind("full")
     problems = [problem for _, problem in play_writes(program, contract, flow, trace, states)]
-    lengths = sample_lengths(contract)
+    lengths = played_lengths(contract)
     return contract.result(
         "writes_land_on_their_rows", problems, f"{len(states)} states played for {len(lengths)} pairs of lengths"
     )

@@ -15,7 +15,9 @@ def check_flow(flow: Flow, trace: Trace, contract: ProgramContract) -> list[Chec
     return [
         write_index_from_shapes(flow, trace, contract, "ring"),
         write_index_from_shapes(flow, trace, contract, "full"),
-        read_write_order(flow, contract),
+        ring_order(flow, contract),
+        full_order(flow, contract),
+        conv_order(flow, contract),
         mutated_inputs_exactly_states(flow, contract),
         no_scalar_read_from_data(flow, trace, contract),
         no_tensor_remainder(flow, contract),
@@ -37,23 +39,38 @@ def write_index_from_shapes(flow: Flow, trace: Trace, contract: ProgramContract,
     return contract.result(f"{kind}_write_index_from_shapes", problems, evidence)
 
 
-def read_write_order(flow: Flow, contract: ProgramContract) -> CheckResult:
+def ring_order(flow: Flow, contract: ProgramContract) -> CheckResult:
     """Chunks attend to a ring before they overwrite it; a single token is written before it is attended to."""
+    name = "main_writes_before_read" if contract.write_first else "prefill_reads_before_write"
+    return _order(name, flow, contract, "ring", contract.write_first)
+
+
+def full_order(flow: Flow, contract: ProgramContract) -> CheckResult:
+    """A global layer's tokens attend to themselves: their rows are written first, in every method."""
+    return _order("full_writes_before_read", flow, contract, "full", True)
+
+
+def conv_order(flow: Flow, contract: ProgramContract) -> CheckResult:
+    """A convolution sees the inputs before this call: its state is read first, in every method."""
+    return _order("conv_reads_before_write", flow, contract, "conv", False)
+
+
+def _order(name: str, flow: Flow, contract: ProgramContract, kind: str, write_first: bool) -> CheckResult:
+    """Whether every read of a state, for the output, is on the same side of all its writes."""
     problems, evidence = [], []
     reads, writes = list(flow.live_reads()), list(flow.writes_to_inputs())
-    for state in contract.of_kind("ring"):
+    for state in contract.of_kind(kind):
         read = [(i, step.label) for i, step, name in reads if name == state.name]
         written = [(i, step.label) for i, step, name in writes if name == state.name]
         if not read or not written:
             problems.append(f"{state.name} has {len(read)} reads for the output and {len(written)} writes")
             continue
-        early, late = (written, read) if contract.write_first else (read, written)
+        early, late = (written, read) if write_first else (read, written)
         if max(early)[0] >= min(late)[0]:
             problems.append(f"{state.name}: {max(early)[1]} comes after {min(late)[1]}")
         evidence.append(f"{state.name}: {max(early)[1]} before {min(late)[1]}")
-    name = "main_writes_before_read" if contract.write_first else "prefill_reads_before_write"
-    shown = evidence[0] if evidence else "no ring"
-    return contract.result(name, problems, f"{len(evidence)} rings, e.g. {shown}")
+    shown = f", e.g. {evidence[0]}" if evidence else ""
+    return contract.result(name, problems, f"{len(evidence)} {kind} states{shown}")
 
 
 def mutated_inputs_exactly_states(flow: Flow, contract: ProgramContract) -> CheckResult:

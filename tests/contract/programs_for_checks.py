@@ -164,23 +164,34 @@ class Decoder(nn.Module):
 
     def full(self, qkv: Rows, states: Rows, offset: int, position_ids: Tensor) -> Tensor:
         (q, k, v), (keys, values) = qkv, states
-        query_len = q.shape[1]
-        if "data_index_full" in self.form.faults:
-            slots = position_ids[:, -query_len:]
-            torch.ops.llama.update_cache_with_indices(k, keys, 0, slots)
-            torch.ops.llama.update_cache_with_indices(v, values, 0, slots)
-        elif self.form.custom:
-            torch.ops.llama.update_cache(k, keys, offset)
-            if "unwritten" not in self.form.faults:
-                torch.ops.llama.update_cache(v, values, offset)
-        else:
-            keys.index_copy_(1, torch.arange(query_len) + offset, k)
-            values.index_copy_(1, torch.arange(query_len) + offset, v)
-        if self.form.custom:
-            return torch.ops.llama.custom_sdpa(q, keys, values, offset, None, 0.0, True, HEAD_DIM**-0.5)
-        positions = torch.arange(query_len) + offset
-        visible = torch.arange(keys.shape[1])[None, :] <= positions[:, None]
-        return self.attend(q, keys, values, 0, torch.where(visible, 0.0, -1e30))
+        custom, faults, query_len = self.form.custom, self.form.faults, q.shape[1]
+
+        def write() -> None:
+            if "data_index_full" in faults:
+                slots = position_ids[:, -query_len:]
+                torch.ops.llama.update_cache_with_indices(k, keys, 0, slots)
+                torch.ops.llama.update_cache_with_indices(v, values, 0, slots)
+            elif custom:
+                torch.ops.llama.update_cache(k, keys, offset)
+                if "unwritten" not in faults:
+                    torch.ops.llama.update_cache(v, values, offset)
+            else:
+                keys.index_copy_(1, torch.arange(query_len) + offset, k)
+                values.index_copy_(1, torch.arange(query_len) + offset, v)
+
+        def attend() -> Tensor:
+            if custom:
+                return torch.ops.llama.custom_sdpa(q, keys, values, offset, None, 0.0, True, HEAD_DIM**-0.5)
+            positions = torch.arange(query_len) + offset
+            visible = torch.arange(keys.shape[1])[None, :] <= positions[:, None]
+            return self.attend(q, keys, values, 0, torch.where(visible, 0.0, -1e30))
+
+        if "full_read_first" in faults:
+            attended = attend()
+            write()
+            return attended
+        write()
+        return attend()
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, last: float, mask: Tensor | None) -> Tensor:
         if self.form.custom:

@@ -8,11 +8,13 @@ from programs_for_checks import CONTRACTS, STATES, trace
 from torch.export import Dim, export
 
 from exporter.errors import GraphContractError
-from exporter.graph import Provenance, assert_graph_contract, check_exported
-from exporter.graph.flow import Flow
+from exporter.graph import ProgramContract, Provenance, assert_graph_contract, check_exported
+from exporter.graph.checks_flow import conv_order
+from exporter.graph.flow import Flow, Step, Value
 from exporter.graph.fx_flow import flow_of
-from exporter.graph.index_proof import Lengths, expected_rows, sample_lengths
+from exporter.graph.index_proof import Lengths, expected_rows, played_lengths, sample_lengths
 from exporter.graph.provenance import Trace
+from exporter.spec import MethodSpec, StateSpec, TensorSpec
 
 MUTANTS = [
     ("prefill", "data_index", True, "ring_write_index_from_shapes"),
@@ -26,6 +28,8 @@ MUTANTS = [
     ("prefill", "write_first", False, "prefill_reads_before_write"),
     ("main", "read_first", True, "main_writes_before_read"),
     ("main", "read_first", False, "main_writes_before_read"),
+    ("prefill", "full_read_first", True, "full_writes_before_read"),
+    ("main", "full_read_first", False, "full_writes_before_read"),
     ("prefill", "extra_mutation", True, "mutated_inputs_exactly_states"),
     ("main", "unwritten", True, "mutated_inputs_exactly_states"),
     ("main", "returned_state", True, "mutated_inputs_exactly_states"),
@@ -44,7 +48,8 @@ MUTANTS = [
 CHECKS = {
     "ring_write_index_from_shapes", "full_write_index_from_shapes", "mutated_inputs_exactly_states",
     "no_scalar_read_from_data", "no_tensor_remainder", "write_index_is_definition", "writes_land_on_their_rows",
-    "finite_constants", "dynamic_ranges", "last_token_logits_only",
+    "finite_constants", "dynamic_ranges", "last_token_logits_only", "full_writes_before_read",
+    "conv_reads_before_write",
 }  # fmt: skip
 
 
@@ -105,7 +110,28 @@ def test_sampled_lengths_wrap_the_ring_and_reach_the_corners() -> None:
     assert Lengths(2, 2) in lengths and Lengths(24, 64) in lengths
     assert any(one.query_len > 8 for one in lengths), "no chunk longer than the ring"
     assert any(one.offset % 8 + one.query_len > 8 for one in lengths), "no chunk straddles the ring's end"
+    assert played_lengths(CONTRACTS["prefill"]) == lengths, "the toy context is a few turns of its ring"
     assert all(2 <= one.seq_len <= 64 and one.offset >= 0 for one in lengths)
+
+
+@pytest.mark.parametrize("read_first", [True, False])
+def test_a_convolution_reads_its_state_before_it_is_replaced(read_first: bool) -> None:
+    state = StateSpec(
+        name="layer_0_inputs", layer=0, kind="conv", role="inputs", rows=2, max_rows=2, window=None, row_shape=(4,),
+        dtype="float32",
+    )  # fmt: skip
+    interface = MethodSpec(
+        inputs=tuple(TensorSpec(name=n, shape=(1, 1), dtype="float32") for n in ("ids", "positions", state.name)),
+        outputs=(TensorSpec(name="logits", shape=(1, 7), dtype="float32"),),
+        dims={},
+        mutates=(state.name,),
+    )
+    inputs: dict[Value, str] = {0: "ids", 1: "positions", 2: state.name}
+    read = Step("read", "aten::cat", reads=(2, 0), results=(3,))
+    write = Step("write", "aten::copy_", reads=(0,), writes=(2,))
+    steps = (read, write) if read_first else (write, read)
+    flow = Flow(inputs, {}, frozenset(), frozenset(), steps, (3,))
+    assert conv_order(flow, ProgramContract("main", interface, (state,))).passed == read_first
 
 
 class Provenances(torch.nn.Module):

@@ -27,6 +27,7 @@ CHECKS = {
     "ring_write_index_from_shapes", "full_write_index_from_shapes", "mutated_inputs_exactly_states",
     "no_scalar_read_from_data", "no_tensor_remainder", "write_index_is_definition", "no_whole_state_copy",
     "finite_constants", "dynamic_ranges", "last_token_logits_only", "operators_in_registry", "delegated_share",
+    "full_writes_before_read", "conv_reads_before_write",
 }  # fmt: skip
 # Lowering takes seconds, so independent faults share a file.
 MUTANTS = [
@@ -38,9 +39,9 @@ MUTANTS = [
     ("main", ("wrong_slot", "item_on_data", "infinite_weight"), {
         "write_index_is_definition", "no_scalar_read_from_data", "finite_constants",
     }),
-    ("main", ("read_first", "item_on_weight", "unwritten"), {
-        "main_writes_before_read", "no_scalar_read_from_data", "mutated_inputs_exactly_states",
-        "full_write_index_from_shapes",
+    ("main", ("read_first", "full_read_first", "item_on_weight", "unwritten"), {
+        "main_writes_before_read", "full_writes_before_read", "no_scalar_read_from_data",
+        "mutated_inputs_exactly_states", "full_write_index_from_shapes",
     }),
     ("main", ("extra_mutation",), {"mutated_inputs_exactly_states", "last_token_logits_only"}),
 ]  # fmt: skip
