@@ -26,6 +26,11 @@ class Progress:
         self.console = console
         self.seconds: dict[str, float] = {}
 
+    @classmethod
+    def silent(cls) -> Progress:
+        """For library users: nothing is printed; `seconds` is kept all the same."""
+        return cls(Console(quiet=True))
+
     @contextmanager
     def step(self, name: str) -> Iterator[Detail]:
         """Time one step; the yielded function replaces the detail shown beside it."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from typing import Any
 
-import torch
+import numpy as np
 from executorch.exir import schema
 from executorch.exir.scalar_type import ScalarType
 
@@ -30,7 +30,7 @@ _COPIES = frozenset(
         "select_scatter", "index_copy", "index_put", "scatter",
     )} | {"dim_order_ops::_clone_dim_order", "dim_order_ops::_to_dim_order_copy"}
 )  # fmt: skip
-_FLOATS = {ScalarType.FLOAT: torch.float32, ScalarType.HALF: torch.float16, ScalarType.DOUBLE: torch.float64}
+_FLOATS = {ScalarType.FLOAT: "<f4", ScalarType.HALF: "<f2", ScalarType.DOUBLE: "<f8"}
 _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
     "executorch_prim::add": arithmetic.add,
     "executorch_prim::sub": arithmetic.sub,
@@ -161,10 +161,8 @@ def finite_constants(data: bytes, file: PteFile, plan: Plan, contract: ProgramCo
             if dtype is None or not blob.size:
                 continue
             tensors += 1
-            content = torch.frombuffer(
-                memoryview(data)[blob.offset : blob.offset + blob.size], dtype=dtype
-            )  # fmt: skip
-            if not bool(torch.isfinite(content).all()):
+            content = np.frombuffer(data, dtype, blob.size // np.dtype(dtype).itemsize, blob.offset)
+            if not np.isfinite(content).all():
                 problems.append(f"constant {value.data_buffer_idx} {value.sizes} holds a value that is not finite")
     return contract.result("finite_constants", problems, f"{numbers} numbers and {tensors} constants, all finite")
 

@@ -14,7 +14,7 @@ from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPar
 from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
 from executorch.exir.passes import MemoryPlanningPass, ToOutVarPass
 from torch.export import ExportedProgram
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassResult
 
 from exporter.backends.executorch.share import share_equal_bytes
@@ -34,12 +34,43 @@ class InPlaceStatePass(ToOutVarPass):
                 graph.erase_node(node)
         output = graph.output_node()
         # An input among the outputs would get fresh storage from the runtime, away from the caller's tensor.
-        output.args = (tuple(node for node in output.args[0] if node.op != "placeholder"),)
+        output.args = (tuple(node for node in output.args[0] if not _is_state(node)),)
+        _order_writes(graph)
         while dead := [node for node in reversed(graph.nodes) if _is_dead_buffer(node)]:
             for node in dead:
                 graph.erase_node(node)
         result.graph_module.recompile()
         return PassResult(result.graph_module, True)
+
+
+def _is_state(node: Node) -> bool:
+    """An input, or what a copy into an input returns."""
+    copied = node.target is torch.ops.aten.copy_.default and node.args[0]
+    return node.op == "placeholder" or (isinstance(copied, Node) and copied.op == "placeholder")
+
+
+def _order_writes(graph: Graph) -> None:
+    """Put every write where its meaning says, whatever the partitioner made of the order.
+
+    A write has no user, so to a graph its place among the readers of the same tensor means nothing, and XNNPACK's
+    partitioner has been seen to schedule a ring's read behind it. By construction (`backends.executorch.cache`),
+    `update_cache_with_indices` follows everything that reads its cache and `update_cache` precedes it.
+    """
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        name = str(node.target)
+        if not name.startswith("llama.update_cache"):
+            continue
+        readers = [user for user in node.args[1].users if not str(user.target).startswith("llama.update_cache")]
+        if "with_indices" in name:
+            last = max(readers, key=order.__getitem__, default=None)
+            if last is not None and order[last] > order[node]:
+                last.append(node)
+        else:
+            first = min(readers, key=order.__getitem__, default=None)
+            if first is not None and order[first] < order[node]:
+                assert all(order[source] < order[first] for source in node.all_input_nodes), f"{node} cannot move up"
+                first.prepend(node)
 
 
 def _origin(node: Any) -> Any:

@@ -1,0 +1,98 @@
+"""Bundles exported once a session from tiny random checkpoints, by the command everybody uses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tiny_checkpoints import tiny_model
+from toy import BOS, EOS, VOCAB, byte_tokenizer
+
+from exporter import pipeline
+from exporter.config import load_config
+from exporter.progress import Progress
+
+WINDOW, CONTEXT, CHUNK = 8, 160, 40
+
+# Sliding, global, sliding: the smallest model in which a ring is read after another layer's write.
+GEMMA: dict[str, Any] = {
+    "model_type": "gemma3_text", "num_hidden_layers": 3, "sliding_window": WINDOW, "max_position_embeddings": CONTEXT,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "vocab_size": VOCAB + 1,
+    "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": 0,
+}  # fmt: skip
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "num_hidden_layers": 2, "max_position_embeddings": CONTEXT, "vocab_size": VOCAB + 1,
+    "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": 0, "tie_word_embeddings": False,
+}  # fmt: skip
+INT8 = {"linear": "int8", "embedding": "int8", "head": "int8"}
+INT4 = {"linear": "int4", "embedding": "int4", "head": "int4", "keep_int8": ["down_proj"]}
+
+
+def write_checkpoint(directory: Path, config: dict[str, Any]) -> Path:
+    """A Hugging Face directory with random weights and a tokenizer of bytes."""
+    settings = dict(config)
+    model = tiny_model(settings.pop("model_type"), **settings)
+    model.save_pretrained(directory)
+    byte_tokenizer().save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": True}))
+    return directory
+
+
+def write_config(path: Path, checkpoint: Path, **changes: Any) -> Path:
+    """A YAML file for `checkpoint`."""
+    config = {
+        "name": path.stem, "checkpoint": {"path": str(checkpoint)}, "max_context_length": CONTEXT,
+        "max_prefill_chunk": CHUNK, "cache": {"initial_rows": 16},
+    }  # fmt: skip
+    path.write_text(yaml.safe_dump(config | changes))
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("gemma"), GEMMA)
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Exports a checkpoint and returns the bundle; its YAML stands beside it as ``<bundle>.yaml``."""
+
+    def run(checkpoint: Path, name: str, **changes: Any) -> Path:
+        folder = tmp_path_factory.mktemp(name)
+        config = write_config(folder / f"{name}.yaml", checkpoint, **changes)
+        pipeline.export(load_config(config), folder / name, Progress.silent())
+        return folder / name
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(exported: Callable[..., Path], tiny_checkpoint: Path) -> Path:
+    """Gemma 3, float32, rings of exactly the window."""
+    return exported(tiny_checkpoint, "tiny")
+
+
+@pytest.fixture(scope="session")
+def slack_bundle(exported: Callable[..., Path], tiny_checkpoint: Path) -> Path:
+    """Rings of window + 3 rows, global layers growing by half."""
+    return exported(tiny_checkpoint, "slack", cache={"ring_slack": 3, "initial_rows": 16, "growth": "1.5x"})
+
+
+@pytest.fixture(scope="session")
+def llama_bundle(exported: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All-global, untied head."""
+    return exported(write_checkpoint(tmp_path_factory.mktemp("llama"), LLAMA), "llama")
+
+
+@pytest.fixture(scope="session")
+def int8_bundle(exported: Callable[..., Path], tiny_checkpoint: Path) -> Path:
+    return exported(tiny_checkpoint, "int8", quantization=INT8)
+
+
+@pytest.fixture(scope="session")
+def int4_bundle(exported: Callable[..., Path], tiny_checkpoint: Path) -> Path:
+    return exported(tiny_checkpoint, "int4", quantization=INT4)
