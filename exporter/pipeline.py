@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-import torch
 from torch.export import ExportedProgram
 
 from exporter import verify
@@ -56,17 +55,20 @@ def open_source(config: ExportConfig) -> Source:
     return Source(config, checkpoint, state_specs(checkpoint.spec, config.cache, limits.max_context_length), limits)
 
 
-def build_decoder(source: Source, progress: Progress) -> Decoder:
-    """The eager model of `source`, on ExecuTorch's caches, quantised as the config says."""
+def read_decoder(source: Source, progress: Progress) -> Decoder:
+    """The float model of `source`, on ExecuTorch's caches."""
     with progress.step("read checkpoint") as detail:
         state_dict = source.checkpoint.load_state_dict(
             parameter_shapes(source.checkpoint.spec), lambda done, total: detail(f"{done} of {total} tensors")
         )
-        decoder = Decoder.from_state_dict(source.checkpoint.spec, source.states, ExecutorchKernels(), state_dict)
+        return Decoder.from_state_dict(source.checkpoint.spec, source.states, ExecutorchKernels(), state_dict)
+
+
+def quantize_decoder(decoder: Decoder, source: Source, progress: Progress) -> None:
+    """Quantise in place, if the config says so."""
     if source.config.quantization.is_quantized:
         with progress.step("quantise"):
             quantize(decoder, source.config.quantization)
-    return decoder
 
 
 def export(config: ExportConfig, out: Path, progress: Progress) -> Bundle:
@@ -83,7 +85,8 @@ def export(config: ExportConfig, out: Path, progress: Progress) -> Bundle:
             tokenizer_dir = writer.path / "tokenizer"
             tokenizer_dir.mkdir()
             tokenizer = write_tokenizer(source.checkpoint, tokenizer_dir)
-        decoder = build_decoder(source, progress)
+        decoder = read_decoder(source, progress)
+        quantize_decoder(decoder, source, progress)
         with progress.step("trace prefill and main"):
             programs = {method: trace(decoder, method, source.limits) for method in METHODS}
         contracts = graph_contracts(decoder, source.limits)
@@ -130,10 +133,8 @@ def export(config: ExportConfig, out: Path, progress: Progress) -> Bundle:
             versions={name: version(name) for name in RECORDED_VERSIONS},
             files={},
         )
-        with progress.step("verify against eager") as detail:
-            comparison = verify_staged(writer, manifest, decoder)
-            detail(f"max |logit difference| {comparison.max_abs_difference:.1e} over {comparison.positions} calls")
-        return writer.finish(manifest.model_copy(update={"verification": (comparison,)}))
+        comparisons = verify_staged(writer, manifest, decoder, source, progress)
+        return writer.finish(manifest.model_copy(update={"verification": tuple(comparisons)}))
 
 
 def graph_contracts(decoder: Decoder, limits: Limits) -> tuple[ProgramContract, ...]:
@@ -160,49 +161,66 @@ def check_programs(
     return results
 
 
-def verify_staged(writer: BundleWriter, manifest: Manifest, decoder: Decoder) -> Comparison:
-    """The short form of verification: run the staged program beside the eager model, and record what eager said.
+Sessions = tuple[verify.Session, verify.Session]
+
+
+def eager_sessions(manifest: Manifest, decoder: Decoder, source: Source, progress: Progress) -> Sessions:
+    """The eager model as exported, and before quantisation: read again, or the same one when nothing was quantised."""
+    eager = verify.eager_session(manifest, decoder.with_kernels(PlainKernels()))
+    if not source.config.quantization.is_quantized:
+        return eager, eager
+    return eager, verify.eager_session(manifest, read_decoder(source, progress).with_kernels(PlainKernels()))
+
+
+def verify_staged(
+    writer: BundleWriter, manifest: Manifest, decoder: Decoder, source: Source, progress: Progress
+) -> list[Comparison]:
+    """The short form of verification: run the staged program beside the eager model, and record what that said.
 
     Raises:
         VerificationError: the program is not the model.
     """
-    session = verify.open_session(Bundle(writer.path, manifest))
-    eager = verify.eager_session(manifest, decoder.with_kernels(PlainKernels()))
-    pieces = verify.schedule(manifest)
-    ids = english_ids(writer.path / "tokenizer" / "tokenizer.json", manifest.tokenizer, sum(pieces))
-    comparison = verify.compare_with_eager(session, eager, ids, pieces)
-    verify.judge([comparison], manifest.quantization)
-    verify.write_reference(writer.path / verify.REFERENCE_FILE, eager, ids, pieces)
-    return comparison
+    eager, original = eager_sessions(manifest, decoder, source, progress)
+    with progress.step("verify against eager") as detail:
+        session = verify.open_session(Bundle(writer.path, manifest))
+        pieces = verify.schedule(manifest)
+        ids = english_ids(writer.path / "tokenizer" / "tokenizer.json", manifest.tokenizer, sum(pieces))
+        comparisons = verify.compare_with_eager(session, eager, original, ids, pieces)
+        verify.judge(comparisons, manifest.quantization, verify.baseline_divergence(comparisons))
+        verify.write_reference(writer.path / verify.REFERENCE_FILE, original, ids, pieces)
+        detail(f"{len(pieces)} calls over {sum(pieces)} tokens")
+    return comparisons
 
 
-@torch.no_grad()
 def verify_bundle(path: Path, config: ExportConfig | None, progress: Progress) -> list[Comparison]:
     """The full form: what was recorded at export and, with the checkpoint at hand, eager and Transformers.
 
     Raises:
-        BundleError: the bundle is not from this checkpoint.
+        BundleError: the bundle is damaged, or is not from this checkpoint.
         VerificationError: a comparison is out of bounds.
     """
     with progress.step("open bundle"):
         bundle, session = verify.read_for_verification(path)
     manifest = bundle.manifest
-    with progress.step("against the recorded eager"):
+    with progress.step("against what was recorded"):
         comparisons = [verify.compare_with_recorded(session, path / verify.REFERENCE_FILE)]
+    baseline = verify.baseline_divergence(manifest.verification)
     if config is not None:
         source = open_source(config)
         verify.check_same_source(manifest, source.checkpoint.source, source.config.quantization)
-        decoder = build_decoder(source, progress)
-        count = min(verify.TOKENS, manifest.max_context_length - verify.GREEDY)
-        ids = verify.bundle_ids(bundle, count)
+        ids = verify.bundle_ids(bundle, min(verify.TOKENS, manifest.max_context_length - verify.GREEDY))
+        decoder = read_decoder(source, progress)
+        quantize_decoder(decoder, source, progress)
+        eager, original = eager_sessions(manifest, decoder, source, progress)
         with progress.step("against eager") as detail:
-            eager = verify.eager_session(manifest, decoder.with_kernels(PlainKernels()))
             pieces = verify.long_schedule(manifest, len(ids))
-            comparisons.append(verify.compare_with_eager(session, eager, ids, pieces))
+            against_eager = verify.compare_with_eager(session, eager, original, ids, pieces)
+            baseline = verify.baseline_divergence(against_eager)
+            comparisons += against_eager
             detail(f"{len(pieces)} calls over {sum(pieces)} tokens")
-        del decoder, eager
+        del decoder, eager, original
         with progress.step("against Transformers") as detail:
             reference = verify.TransformersReference(source.checkpoint)
             comparisons += verify.compare_with_transformers(session, reference, ids, verify.GREEDY, detail)
-    verify.judge(comparisons, manifest.quantization)
+    verify.judge(comparisons, manifest.quantization, baseline)
     return comparisons
