@@ -111,7 +111,13 @@ def randomize(decoder: Decoder, seed: int = 0) -> Decoder:
 
 
 def decoder_of(
-    spec: ModelSpec, *, kernels: str = "plain", slack: int = 0, context: int = 192, initial_rows: int = 64, seed: int = 0
+    spec: ModelSpec,
+    *,
+    kernels: str = "plain",
+    slack: int = 0,
+    context: int = 192,
+    initial_rows: int = 64,
+    seed: int = 0,
 ) -> Decoder:
     policy = CachePolicy(ring_slack=slack, initial_rows=initial_rows)
     return randomize(Decoder(spec, state_specs(spec, policy, context), kernels_named(kernels)), seed)

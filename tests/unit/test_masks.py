@@ -98,11 +98,11 @@ class Counted(int):
         assert other >= 0
         return Counted(other // int(self))
 
-    def __add__(self, other: int) -> Counted:
-        return Counted(int(self) + other)
+    def __add__(self, other: object) -> Counted:
+        return Counted(int(self) + other) if isinstance(other, int) else NotImplemented
 
-    def __sub__(self, other: int) -> Counted:
-        return Counted(int(self) - other)
+    def __sub__(self, other: object) -> Counted:
+        return Counted(int(self) - other) if isinstance(other, int) else NotImplemented
 
     __radd__ = __add__
 
