@@ -67,16 +67,16 @@ def method_spec(decoder: Decoder, method: Method, limits: Limits) -> MethodSpec:
 
 
 def trace(decoder: Decoder, method: Method, limits: Limits) -> ExportedProgram:
-    """Export one method with its declared dynamic shapes."""
+    """Export one method with its declared dynamic shapes; a dimension whose range is one number is static."""
     spec = method_spec(decoder, method, limits)
-    dims = {name: Dim(name, min=low, max=high) for name, (low, high) in spec.dims.items()}
+    dims = {name: Dim(name, min=low, max=high) for name, (low, high) in spec.dims.items() if low < high}
     example = {"query_len": min(8, dims_high(spec, "query_len")), "rows": dims_high(spec, "rows")}
     example["seq_len"] = min(example["query_len"] + 3, dims_high(spec, "seq_len"))
     arguments, dynamic = [], []
     for tensor in spec.inputs:
         shape = [example[n] if isinstance(n, str) else n for n in tensor.shape]
         arguments.append(torch.zeros(shape, dtype=getattr(torch, tensor.dtype)))
-        dynamic.append({axis: dims[n] for axis, n in enumerate(tensor.shape) if isinstance(n, str)})
+        dynamic.append({axis: dims[n] for axis, n in enumerate(tensor.shape) if n in dims})
     with torch.no_grad():
         return torch.export.export(
             ProgramModule(decoder, method).eval(),
