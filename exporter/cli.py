@@ -12,6 +12,7 @@ from rich.pretty import Pretty
 
 from exporter.config import load_config
 from exporter.errors import ConfigError, UserError
+from exporter.quiet import native_stderr_hidden, quieten_libraries
 
 app = typer.Typer(
     name="exporter",
@@ -23,6 +24,8 @@ app = typer.Typer(
 # One console on stderr for what happens, one on stdout for what was asked for.
 messages = Console(stderr=True)
 output = Console()
+if not output.is_terminal:
+    output = Console(width=160)  # a log is not 80 columns wide
 
 ModelOption = Annotated[
     Path, typer.Option("--model", help="The YAML file of the export, e.g. configs/gemma3_270m.yaml.")
@@ -41,7 +44,8 @@ def export(
 ) -> None:
     """Write a bundle: the program, its tokenizer and a manifest, verified against the model it came from."""
     config = load_config(model, parse_overrides(overrides))
-    from exporter import pipeline, tables  # torch and ExecuTorch take seconds: a bad YAML should not wait for them
+    with native_stderr_hidden():  # torch and ExecuTorch take seconds: a bad YAML should not wait for them
+        from exporter import pipeline, tables
     from exporter.plan import plan_contexts
     from exporter.progress import Progress
 
@@ -62,7 +66,8 @@ def export(
 @app.command()
 def inspect(bundle: BundleArgument) -> None:
     """Print what a bundle is and every graph check, run again on the program file."""
-    from exporter import inspection, tables
+    with native_stderr_hidden():
+        from exporter import inspection, tables
 
     inspected = inspection.inspect_bundle(bundle)
     output.print(tables.bundle_table(inspected.manifest))
@@ -84,7 +89,8 @@ def verify(
 ) -> None:
     """Run the program that ships and compare it with the model it came from."""
     config = None if model is None else load_config(model, parse_overrides(overrides))
-    from exporter import pipeline, tables
+    with native_stderr_hidden():
+        from exporter import pipeline, tables
     from exporter.progress import Progress
 
     output.print(tables.comparisons_table(pipeline.verify_bundle(bundle, config, Progress(messages))))
@@ -111,6 +117,7 @@ def parse_overrides(pairs: list[str] | None) -> dict[str, Any]:
 
 def main() -> None:
     """Run the command line; a `UserError` is one message on stderr and exit code 2."""
+    quieten_libraries()
     try:
         app()
     except UserError as error:

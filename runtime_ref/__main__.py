@@ -14,6 +14,7 @@ from rich.table import Table
 
 from exporter.bundle import read_bundle
 from exporter.errors import ConfigError, UserError
+from exporter.quiet import quieten_libraries
 from runtime_ref.memory import context_costs, mib, planned_usage
 
 app = typer.Typer(
@@ -151,6 +152,7 @@ def _parse_contexts(text: str) -> list[int]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; a `UserError` becomes one message on standard error and exit code 2."""
+    quieten_libraries()
     try:
         app(args=argv, prog_name="python -m runtime_ref")
     except UserError as error:

@@ -42,7 +42,7 @@ def write_checkpoint(directory: Path, config: dict[str, Any]) -> Path:
     return directory
 
 
-def write_config(path: Path, checkpoint: Path, **changes: Any) -> Path:
+def write_config(path: Path, checkpoint: Path, /, **changes: Any) -> Path:
     """A YAML file for `checkpoint`."""
     config = {
         "name": path.stem, "checkpoint": {"path": str(checkpoint)}, "max_context_length": CONTEXT,

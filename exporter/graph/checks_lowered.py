@@ -78,7 +78,6 @@ def check_lowered(
 
 def runtime_registry() -> tuple[str, frozenset[str]]:
     """The runtime of the installed wheel: its name, with the version, and the kernels it has registered."""
-    import executorch.kernels.quantized  # noqa: F401  registers quantized_decomposed::*
     from executorch.extension.llm.custom_ops import custom_ops  # noqa: F401  registers llama::*
     from executorch.extension.pybindings import portable_lib
 

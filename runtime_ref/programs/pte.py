@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from exporter.errors import BundleError
+from exporter.quiet import native_stderr_hidden
 from runtime_ref.programs import check_call
 
 
@@ -19,10 +20,13 @@ class PteProgram:
     """
 
     def __init__(self, path: Path) -> None:
-        # Importing registers the kernels that the file calls by name.
-        import executorch.extension.llm.custom_ops.custom_ops
-        import executorch.kernels.quantized  # noqa: F401
-        from executorch.runtime import Runtime, Verification
+        with native_stderr_hidden():
+            # Importing registers the kernels that the file calls by name.
+            import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401
+            from executorch.extension.pybindings import portable_lib
+            from executorch.runtime import Runtime, Verification
+
+            portable_lib._threadpool_get_thread_count()  # the first use of the pool looks the processor up
 
         try:
             # The bundle's checksum covers the whole file, so the runtime need not verify it again.

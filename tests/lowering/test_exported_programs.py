@@ -1,0 +1,205 @@
+"""The `.pte` that ships against the eager model it came from, on every kind of bundle."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import CHUNK, CONTEXT, WINDOW
+from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+from executorch.exir import to_edge_transform_and_lower
+from executorch.runtime import Runtime
+
+import runtime_ref
+from exporter import pipeline, verify
+from exporter.backends.executorch.share import share_equal_bytes
+from exporter.bundle import read_bundle
+from exporter.cache.plain import PlainKernels
+from exporter.config import load_config
+from exporter.errors import VerificationError
+from exporter.graph import read_pte, stored_weights
+from exporter.model.mlp import gelu_tanh
+from exporter.progress import Progress
+from exporter.quantization import quantize
+from runtime_ref.session import Session
+
+FLOAT_BUNDLES = ("tiny_bundle", "slack_bundle", "llama_bundle")
+QUANTIZED_BUNDLES = ("int8_bundle", "int4_bundle")
+# Measured on these models: logits up to 30 differ by 2e-5 at most, states by 1e-5.
+LOGITS, STATES = 1e-4, 5e-5
+
+
+def sessions(bundle: Path) -> tuple[Session, Session]:
+    """The shipped program, and the eager decoder it was traced from on plain caches."""
+    source = pipeline.open_source(load_config(bundle.with_suffix(".yaml")))
+    decoder = pipeline.read_decoder(source, Progress.silent())
+    quantize(decoder, source.config.quantization)
+    manifest = read_bundle(bundle).manifest
+    return runtime_ref.load(bundle), verify.eager_session(manifest, decoder.with_kernels(PlainKernels()))
+
+
+def random_ids(count: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(256), k=count)
+
+
+@pytest.mark.parametrize("name", FLOAT_BUNDLES)
+def test_every_call_and_every_row_of_state_is_eagers(request: pytest.FixtureRequest, name: str) -> None:
+    """Chunks of every length, longer than the window too, straddling the ring's end, over 19 windows."""
+    session, eager = sessions(request.getfixturevalue(name))
+    pieces = [1, 1, 2, 7, 8, 9, 20, CHUNK, 1, 1, 3, 17, 1, 5, 11, 1, 13, 2, 1, 16]
+    assert sum(pieces) == CONTEXT == 20 * WINDOW  # the declared maximum runs
+    result = verify.compare(session, eager, "eager", random_ids(CONTEXT), pieces)
+    assert result.max_abs_difference < LOGITS
+    assert result.max_state_difference is not None and result.max_state_difference < STATES
+    assert result.argmax_agreement == 1.0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_splits_give_token_by_token_logits(tiny_bundle: Path, seed: int) -> None:
+    ids, rng = random_ids(90, seed), random.Random(seed)
+    stepped, split = runtime_ref.load(tiny_bundle), runtime_ref.load(tiny_bundle)
+    want: dict[int, torch.Tensor] = {}
+    stepped.observer = want.__setitem__
+    stepped.prefill(ids, 1)
+    got: dict[int, torch.Tensor] = {}
+    split.observer = got.__setitem__
+    start = 0
+    while start < len(ids):
+        size = rng.randint(1, CHUNK)
+        split.prefill(ids[start : start + size], min(size, CHUNK))
+        start += size
+    assert got
+    for position, logits in got.items():
+        torch.testing.assert_close(logits, want[position], atol=LOGITS, rtol=0)
+
+
+@pytest.mark.parametrize("name", FLOAT_BUNDLES)
+def test_what_was_never_written_is_never_read(request: pytest.FixtureRequest, name: str) -> None:
+    """NaN in every row of a fresh state, as in memory nobody cleared."""
+    bundle = request.getfixturevalue(name)
+    clean, poisoned = runtime_ref.load(bundle), runtime_ref.load(bundle)
+    poisoned.state.ensure_rows(60)
+    clean.state.ensure_rows(60)
+    for tensor in poisoned.state.tensors:
+        tensor.fill_(torch.nan)
+    ids = random_ids(60)
+    start = 0
+    for size in (1, 1, 2, 3, 1, 20, 1, 30, 1):
+        part = ids[start : start + size]
+        start += size
+        assert torch.equal(poisoned.prefill(part, size), clean.prefill(part, size))
+
+
+def test_the_program_of_main_refuses_a_chunk_and_prefill_a_single_token(tiny_bundle: Path) -> None:
+    session = runtime_ref.load(tiny_bundle)
+    positions = torch.arange(5)[None]
+    for method, count in (("main", 2), ("prefill", 1)):
+        with pytest.raises(Exception, match=r"main|prefill"):
+            session.program.run(method, torch.zeros(1, count, dtype=torch.int64), positions, session.state.tensors)
+
+
+@pytest.mark.parametrize("name", QUANTIZED_BUNDLES)
+def test_quantised_programs_equal_eager_until_a_rounding_differs(request: pytest.FixtureRequest, name: str) -> None:
+    """A single first token meets no borderline value here: the same integers on both sides, so float accuracy."""
+    session, eager = sessions(request.getfixturevalue(name))
+    for token in range(0, 256, 16):
+        session.reset()
+        eager.reset()
+        torch.testing.assert_close(session.decode(token), eager.decode(token), atol=LOGITS, rtol=0)
+
+
+@pytest.mark.parametrize("name", QUANTIZED_BUNDLES)
+def test_quantised_programs_lose_no_more_than_quantised_eager(request: pytest.FixtureRequest, name: str) -> None:
+    bundle = request.getfixturevalue(name)
+    recorded = {c.reference: c for c in read_bundle(bundle).manifest.verification}
+    assert set(recorded) == {verify.EAGER, verify.FLOAT, verify.BASELINE}
+    assert 0 < recorded[verify.BASELINE].mean_kl_divergence < 1
+    assert recorded[verify.FLOAT].mean_kl_divergence <= 2 * recorded[verify.BASELINE].mean_kl_divergence + 0.02
+
+
+@pytest.mark.parametrize("name", (*FLOAT_BUNDLES, *QUANTIZED_BUNDLES))
+def test_the_file_holds_both_methods_and_the_weights_once(request: pytest.FixtureRequest, name: str) -> None:
+    data = (request.getfixturevalue(name) / "model.pte").read_bytes()
+    file = read_pte(data)
+    assert set(file.plans) == {"prefill", "main"}
+    assert stored_weights(data, file).duplicate_share < 0.05
+    assert share_equal_bytes(data) == data  # nothing is left to share
+
+
+def test_a_tied_matrix_is_one_place_in_the_file(tiny_bundle: Path) -> None:
+    data = (tiny_bundle / "model.pte").read_bytes()
+    file = read_pte(data)
+    table = 260 * 64 * 4
+    embedding = [blob for blob in file.constants.values() if blob.size == table]
+    head = [blob for blob in file.named if blob.size == table]
+    assert len(embedding) == len(head) == 1
+    assert embedding[0].offset == head[0].offset
+
+
+def test_the_manifest_says_what_the_bundle_is(slack_bundle: Path) -> None:
+    manifest = read_bundle(slack_bundle).manifest
+    assert [(s.name, s.kind, s.rows, s.max_rows, s.window) for s in manifest.states] == [
+        ("layer_0_keys", "ring", WINDOW + 3, WINDOW + 3, WINDOW),
+        ("layer_0_values", "ring", WINDOW + 3, WINDOW + 3, WINDOW),
+        ("layer_1_keys", "full", 16, CONTEXT, None),
+        ("layer_1_values", "full", 16, CONTEXT, None),
+        ("layer_2_keys", "ring", WINDOW + 3, WINDOW + 3, WINDOW),
+        ("layer_2_values", "ring", WINDOW + 3, WINDOW + 3, WINDOW),
+    ]
+    methods = manifest.programs[0].methods
+    assert methods["prefill"].dims == {"query_len": (2, CHUNK), "seq_len": (2, CONTEXT), "rows": (2, CONTEXT)}
+    assert methods["main"].dims == {"seq_len": (1, CONTEXT), "rows": (2, CONTEXT)}
+    assert methods["main"].inputs[0].shape == (1, 1)
+    assert methods["prefill"].inputs[4].shape == (1, "rows", 2, 16)
+    assert all(check.passed for check in manifest.graph_checks)
+    assert {check.program for check in manifest.graph_checks} == {"prefill", "main", "main+prefill"}
+    assert manifest.versions["executorch"] == "1.5.1"
+    assert set(manifest.files) >= {"model.pte", "reference.safetensors", "tokenizer/tokenizer.json"}
+
+
+def test_global_layers_grow_by_the_named_policy_and_rings_never(slack_bundle: Path) -> None:
+    session = runtime_ref.load(slack_bundle)
+    rows = []
+    for _ in range(50):
+        session.decode(65)
+        rows.append(session.state.tensors[2].shape[1])
+        assert session.state.tensors[0].shape[1] == WINDOW + 3
+    assert sorted(set(rows)) == [16, 24, 36, 54]
+
+
+def test_a_program_with_other_weights_is_refused(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Verification fails the export, and nothing is left of it."""
+    original = pipeline.lower
+
+    def with_another_norm(programs: object) -> bytes:
+        source = pipeline.open_source(load_config(tiny_bundle.with_suffix(".yaml")))
+        decoder = pipeline.read_decoder(source, Progress.silent())
+        decoder.norm.weight.mul_(1.01)
+        return original({method: pipeline.trace(decoder, method, source.limits) for method in pipeline.METHODS})
+
+    monkeypatch.setattr(pipeline, "lower", with_another_norm)
+    with pytest.raises(VerificationError, match="eager"):
+        pipeline.export(load_config(tiny_bundle.with_suffix(".yaml")), tmp_path / "out", Progress.silent())
+    assert not list(tmp_path.iterdir())
+
+
+def test_gelus_tanh_form_is_lowered_as_itself() -> None:
+    """ExecuTorch 1.5.1's XNNPACK partitioner computes the erf form of ``aten.gelu(approximate="tanh")``."""
+    x = torch.linspace(-6, 6, 1001)[None]
+    want = x.double() / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x.double() + 0.044715 * x.double() ** 3)))
+
+    class Module(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return gelu_tanh(x)
+
+    program = torch.export.export(Module(), (x,))
+    edge = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])
+    loaded = Runtime.get().load_program(edge.to_executorch().buffer)
+    method = loaded.load_method("forward")
+    assert method is not None
+    torch.testing.assert_close(method.execute([x])[0].double(), want, atol=2e-6, rtol=0)
+    assert (torch.nn.functional.gelu(x).double() - want).abs().max() > 4e-4  # the forms do differ
