@@ -94,6 +94,17 @@ def test_random_splits_equal_the_uncached_oracle(name: str, kernels: str, slack:
     assert_logits(play(decoder, ids, splits, states_of(decoder, NAN)), expected_logits(name))
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("name", SPECS)
+def test_a_second_conversation_over_the_same_tensors_is_as_a_first(name: str, kernels: str) -> None:
+    decoder = cached(name, kernels, 3)
+    states, ids = states_of(decoder), token_ids(30, seed=2)
+    play(decoder, token_ids(LENGTH), [40, *[1] * 20], states)
+    for splits in ([20, 1, 1, 8], [1, 1, 28]):
+        again, fresh = play(decoder, ids, splits, states), play(decoder, ids, splits, states_of(decoder))
+        assert all(torch.equal(again[position], fresh[position]) for position in fresh)
+
+
 def test_one_token_may_also_go_through_prefills_path() -> None:
     decoder, ids = cached("config T"), token_ids(20)
     states = states_of(decoder, NAN)
