@@ -79,10 +79,17 @@ class Decoder(torch.nn.Module):
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, states: Sequence[torch.Tensor], write_first: bool
     ) -> torch.Tensor:
-        """input_ids int64 ``[1, Q]``, position_ids int64 ``[1, S]`` (only its length counts) to logits ``[1, V]``.
+        """The last token's logits ``[1, V]``; arguments as `hidden_states`."""
+        hidden = self.hidden_states(input_ids, position_ids, states, write_first)
+        return self.logits(hidden[:, -1:, :])[:, 0]
 
-        The logits are those of the last token. `states`, in the order of the plan, are written in place.
-        `write_first` selects decode's ring access and takes exactly one token.
+    def hidden_states(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, states: Sequence[torch.Tensor], write_first: bool
+    ) -> torch.Tensor:
+        """input_ids int64 ``[1, Q]``, position_ids int64 ``[1, S]`` (only its length counts) to ``[1, Q, D]``.
+
+        `states`, in the order of the plan, are written in place. `write_first` selects decode's ring access and takes
+        exactly one token.
 
         Raises:
             ValueError: `write_first` with Q > 1 on a model with sliding layers.
@@ -105,7 +112,11 @@ class Decoder(torch.nn.Module):
             else:
                 mixed = layer.mixer(normed, own[0], offset)
             hidden = layer.feed(layer.mix(hidden, mixed))
-        logits = self.lm_head(self.norm(hidden[:, -1:, :]))[:, 0]
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What `hidden_states` returned, ``[1, Q, D]``, to ``[1, Q, V]``."""
+        logits = self.lm_head(self.norm(hidden))
         if self.spec.final_logit_softcap is not None:
             logits = torch.tanh(logits / self.spec.final_logit_softcap) * self.spec.final_logit_softcap
         return logits

@@ -5,20 +5,21 @@ Letters: N output channels (rows), K input channels, g groups a row. Every grid 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 INT8_MAX = 127
 INT4_MIN, INT4_MAX = -8, 7
 SEARCH_STEPS = 24
-ROWS_AT_A_TIME = 8192  # bounds the float temporaries of a 262,144-row embedding
+ELEMENTS_AT_A_TIME = 2**17  # temporaries stay in the cache, and a 262,144-row embedding needs no second copy
 
 
 def int8_per_row(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 ``[N, K]`` to int8 ``[N, K]`` in -127 .. 127 and float32 scales ``[N]``: ``scale = max|w| / 127``."""
     scales = (weight.abs().amax(1) / INT8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
     quantized = torch.empty(weight.shape, dtype=torch.int8)
-    for start in range(0, weight.shape[0], ROWS_AT_A_TIME):
-        rows = slice(start, start + ROWS_AT_A_TIME)
+    for rows in _row_blocks(weight):
         quantized[rows] = (weight[rows] / scales[rows, None]).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
     return quantized, scales
 
@@ -32,27 +33,37 @@ def int4_per_group(weight: torch.Tensor, group_size: int) -> tuple[torch.Tensor,
     """
     quantized = torch.empty(weight.shape, dtype=torch.int8)
     scales = torch.empty(weight.shape[0], weight.shape[1] // group_size)
-    for start in range(0, weight.shape[0], ROWS_AT_A_TIME):
-        rows = slice(start, start + ROWS_AT_A_TIME)
+    for rows in _row_blocks(weight):
         grouped = weight[rows].reshape(-1, weight.shape[1] // group_size, group_size)
         best_q, best_scale = _least_squares_scale(grouped)
         quantized[rows], scales[rows] = best_q.reshape(weight[rows].shape), best_scale
     return quantized, scales
 
 
+def _row_blocks(weight: torch.Tensor) -> Iterator[slice]:
+    """Blocks of rows, each worked on by one thread: thousands of small operators would each wait for the second one
+    whenever the machine is busy (a hundredfold slow-down was measured)."""
+    step = max(1, ELEMENTS_AT_A_TIME // weight.shape[1])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield from (slice(start, start + step) for start in range(0, weight.shape[0], step))
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _least_squares_scale(grouped: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``[n, g, group_size]`` to its int8 codes and scales ``[n, g]``."""
     largest = grouped.abs().amax(-1, keepdim=True)
     tiny = torch.finfo(torch.bfloat16).tiny
-    best_error = torch.full(grouped.shape[:-1], torch.inf)
-    best_q = torch.zeros(grouped.shape, dtype=torch.int8)
-    best_scale = torch.full(grouped.shape[:-1], tiny)
+    best_error = torch.full(largest.shape, torch.inf)
+    best_scale = torch.full(largest.shape, tiny)
     for divisor in torch.linspace(5.9, 8.9, SEARCH_STEPS).tolist():
-        scale = (largest / divisor).to(torch.bfloat16).float().clamp(min=tiny)
-        codes = (grouped / scale).round().clamp(INT4_MIN, INT4_MAX)
-        error = (codes * scale - grouped).square().sum(-1)
+        scale = (largest / divisor).to(torch.bfloat16).float().clamp_(min=tiny)
+        codes = (grouped / scale).round_().clamp_(INT4_MIN, INT4_MAX)
+        error = codes.mul_(scale).sub_(grouped).square_().sum(-1, keepdim=True)
         better = error < best_error
         best_error = torch.where(better, error, best_error)
-        best_q = torch.where(better[..., None], codes.to(torch.int8), best_q)
-        best_scale = torch.where(better, scale[..., 0], best_scale)
-    return best_q, best_scale
+        best_scale = torch.where(better, scale, best_scale)
+    codes = (grouped / best_scale).round_().clamp_(INT4_MIN, INT4_MAX)
+    return codes.to(torch.int8), best_scale[..., 0]
