@@ -185,8 +185,8 @@ same GGUF. Nothing here was run on a device. Weights: `int8` is the shipped conf
 
 ## Against Transformers
 
-{v.TOKENS} tokens of prompt in chunks (1: every token through `main`), then {v.GREEDY} greedy tokens of the reference one
-by one. Positions are those whose logits a program produced; differences are of logits.
+{v.TOKENS} tokens of prompt in chunks (1: every token through `main`), then {v.GREEDY} greedy tokens of the reference,
+one by one. Positions are those whose logits a program produced; differences are of logits.
 
 {table(("model", "weights", "chunk", "positions", "max", "mean", "greedy", "argmax"), parity)}
 
@@ -205,9 +205,9 @@ Everything from the checkpoint to the verified bundle, in one process.
 
 ## Memory at a full context
 
-`state` is what the caches hold, `full caches` what they would hold if every layer kept every row. The last three are the
-resident set in MiB of the whole process: with torch and runtime_ref imported, with program and 1,024 tokens, and with
-the whole context in the caches.
+`state` is what the caches hold, `full caches` what they would hold if every layer kept every row. The last three are
+the resident set in MiB of the whole process: with torch and runtime_ref imported, with program and 1,024 tokens,
+and with the whole context in the caches.
 
 {table(("model", "weights", "context", "ring rows", "state MiB", "full caches MiB", "bare", "loaded", "full"), memory)}
 """
