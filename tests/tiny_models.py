@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 
 from exporter.cache.interface import CacheKernels
@@ -31,6 +32,15 @@ MOE = MoESpec(
     num_experts=4, num_experts_per_tok=2, intermediate_size=32, activation="silu", routing="topk_softmax",
     router_bias=True, expert_bias=True, clamp_limit=1.0,
 )  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """For modules that import it: matrices this small only wait for each other's threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def kernels_named(name: str) -> CacheKernels:
@@ -141,6 +151,18 @@ def call(decoder: Any, ids: Sequence[int], offset: int, states: Sequence[torch.T
     arguments = (states, *flag) if flag else tuple(states)
     with torch.no_grad():
         return decoder(torch.tensor([list(ids)]), positions, *arguments)[0]
+
+
+def agree(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], *, exactly: bool) -> bool:
+    """Equal to the bit, or to float32's last bits, NaN where the other is NaN.
+
+    ``llama::custom_sdpa`` of more than one query repeats its own result to the last bits only: the alignment of its
+    scratch memory, which decides the order in which BLAS sums, is malloc's. Over one query it repeats exactly.
+    """
+    pairs = zip(ours, theirs, strict=True)
+    if exactly:
+        return all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in pairs)
+    return all(torch.allclose(a, b, rtol=2e-6, atol=2e-6, equal_nan=True) for a, b in pairs)
 
 
 def play(

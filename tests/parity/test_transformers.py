@@ -5,12 +5,11 @@ The latter are mapped by hand and show what `ModelSpec` can already say.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import KERNELS, kernels_named, play, states_of, token_ids
+from tiny_models import KERNELS, kernels_named, one_thread, play, states_of, token_ids  # noqa: F401
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from exporter.families import from_hf
@@ -40,15 +39,6 @@ MIXER = {
     f"self_attn.{p}_proj.{kind}": f"mixer.{p}_proj.{kind}" for p in "qkvo" for kind in ("weight", "bias")
 }  # fmt: skip
 NORMS = {"input_layernorm.weight": "input_norm.weight", "post_attention_layernorm.weight": "feed_forward_norm.weight"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Matrices this small only wait for each other's threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def tiny(model_type: str, **config: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import attend
-from tiny_models import KERNELS, kernels_named
+from tiny_models import KERNELS, agree, kernels_named, one_thread  # noqa: F401
 
 from exporter.cache import masks
 from exporter.cache.interface import Extras
@@ -36,7 +36,7 @@ class Layer:
     ) -> None:  # fmt: skip
         spec = AttentionSpec(
             num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim, window=window,
-            scale=head_dim**-0.5, rope=None, logit_softcap=softcap, sinks=sinks,
+            scale=0.3, rope=None, logit_softcap=softcap, sinks=sinks,  # no kernel takes 0.3 for granted
         )  # fmt: skip
         self.spec, self.window = spec, window
         sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
@@ -208,8 +208,10 @@ def test_what_was_never_written_and_what_an_earlier_conversation_left_reach_no_o
         for fill in (0.0, NAN, 1e3 * random_rows(capacity, 16, seed=5).view(1, capacity, 2, 8))
     )
     expected = clean.play(rows, splits)
-    assert torch.equal(poisoned.play(rows, splits), expected)
-    assert torch.equal(stale.play(rows, splits), expected)
+    exactly = kernels == "plain" or max(splits) == 1
+    assert torch.isfinite(expected).all()
+    assert agree([poisoned.play(rows, splits)], [expected], exactly=exactly)
+    assert agree([stale.play(rows, splits)], [expected], exactly=exactly)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -217,7 +219,9 @@ def test_poison_beyond_the_blocks_that_attention_kernels_read_at_a_time(kernels:
     rows = random_rows(530)
     clean, poisoned = (Layer(kernels, window=None, rows=1100, fill=fill) for fill in (0.0, NAN))
     splits = [500, 1, 20, 1, 7, 1]
-    assert torch.equal(poisoned.play(rows, splits), clean.play(rows, splits))
+    expected = clean.play(rows, splits)
+    assert torch.isfinite(expected).all()
+    assert agree([poisoned.play(rows, splits)], [expected], exactly=kernels == "plain")
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import MOE, attention, decoder_of, model, play, states_of, token_ids
+from tiny_models import MOE, attention, decoder_of, model, one_thread, play, states_of, token_ids  # noqa: F401
 
 from exporter.errors import ConfigError
 from exporter.quantization import QuantizedEmbedding, QuantizedLinear, grids, quantize
