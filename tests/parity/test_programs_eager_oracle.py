@@ -1,4 +1,4 @@
-"""Exported programs against eager, to the bit (`agree` says where not); eager in any split against an uncached oracle."""
+"""Exported programs against eager, to the bit (but see `agree`); eager in any split against an uncached oracle."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_int8_of_zeros_and_of_more_rows_than_one_block(monkeypatch: pytest.Monke
     assert not codes.any() and (scales > 0).all()
     weight = random_weight(11, 64)
     whole = [*grids.int8_per_row(weight), *grids.int4_per_group(weight, 32)]
-    monkeypatch.setattr(grids, "ROWS_AT_A_TIME", 4)
+    monkeypatch.setattr(grids, "ELEMENTS_AT_A_TIME", 4 * 64)
     parts = [*grids.int8_per_row(weight), *grids.int4_per_group(weight, 32)]
     assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
 
