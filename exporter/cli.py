@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,6 +33,11 @@ ModelOption = Annotated[
     Path, typer.Option("--model", help="The YAML file of the export, e.g. configs/gemma3_270m.yaml.")
 ]
 BundleArgument = Annotated[Path, typer.Argument(help="A bundle directory.")]
+
+
+class OutputFormat(enum.StrEnum):
+    TABLE = "table"
+    JSON = "json"
 
 
 @app.command()
@@ -64,18 +71,31 @@ def export(
 
 
 @app.command()
-def inspect(bundle: BundleArgument) -> None:
-    """Print what a bundle is and every graph check, run again on the program file."""
+def inspect(
+    file: Annotated[Path, typer.Argument(help="A bundle directory, or a .pte file alone (with --check).")],
+    check: Annotated[Path | None, typer.Option(help="A contract (YAML, docs/graph-contract.md) to hold it to.")] = None,
+    output_format: Annotated[
+        OutputFormat, typer.Option("--format", help="Tables, or JSON for a machine.")
+    ] = OutputFormat.TABLE,
+) -> None:
+    """Print what a bundle is and every graph check, run again on the program file; exit with 1 if one fails."""
     with native_stderr_hidden():
         from exporter import inspection, tables
+        from exporter.graph.contract_file import load_contract
 
-    inspected = inspection.inspect_bundle(bundle)
-    output.print(tables.bundle_table(inspected.manifest))
-    output.print(tables.layers_table(inspected.manifest.model))
-    output.print(tables.operators_table(inspected.manifest))
-    output.print(tables.checks_table(inspected.checks))
-    output.print(tables.comparisons_table(inspected.manifest.verification))
-    if not all(check.passed for check in inspected.checks):
+    inspected = inspection.inspect(file, None if check is None else load_contract(check))
+    if output_format is OutputFormat.JSON:
+        typer.echo(json.dumps(inspected.as_json(), indent=2))
+    elif inspected.manifest is None:
+        output.print(tables.facts_table(inspected.facts))
+        output.print(tables.checks_table(inspected.checks))
+    else:
+        output.print(tables.bundle_table(inspected.manifest))
+        output.print(tables.layers_table(inspected.manifest.model))
+        output.print(tables.operators_table(inspected.manifest))
+        output.print(tables.checks_table(inspected.checks))
+        output.print(tables.comparisons_table(inspected.manifest.verification))
+    if not inspected.passed:
         raise typer.Exit(1)
 
 

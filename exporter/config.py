@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, field_validator, model_validator
@@ -19,6 +19,8 @@ from exporter.spec import CachePolicy, ModelSpec, QuantizationSpec
 
 # A dotted module would make importlib import its parent package.
 _PACKAGE_FILE = re.compile(r"[A-Za-z_]\w*:(?!/)(?!.*(?:^|[:/])\.\.(?:/|$)).+")
+
+M = TypeVar("M", bound=BaseModel)
 
 
 class _Config(BaseModel):
@@ -90,17 +92,25 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _model_at(place: tuple[int | str, ...]) -> type[BaseModel]:
-    """The model that holds the key at the end of `place`."""
-    model: type[BaseModel] = ExportConfig
+def _model_at(root: type[BaseModel], place: tuple[int | str, ...]) -> type[BaseModel]:
+    """The model under `root` that holds the key at the end of `place`."""
+    model = root
     for part in place[:-1]:
-        annotation = model.model_fields[str(part)].annotation
-        assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
-        model = annotation
+        if isinstance(part, str):  # a number counts items of one kind
+            model = _model_in(model.model_fields[part].annotation)
     return model
 
 
-def _explain(owner: str, error: ValidationError) -> ConfigError:
+def _model_in(annotation: Any) -> type[BaseModel]:
+    """The one model an annotation speaks of: itself, the items of a tuple, or what may also be absent."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    found = [part for part in get_args(annotation) if part not in (Ellipsis, type(None))]
+    assert len(found) == 1, f"{annotation} holds no model, or several"
+    return _model_in(found[0])
+
+
+def _explain(owner: str, error: ValidationError, root: type[BaseModel]) -> ConfigError:
     """Pydantic's findings as one error in our own words."""
     got: list[str] = []
     expected: list[str] = []
@@ -110,7 +120,7 @@ def _explain(owner: str, error: ValidationError) -> ConfigError:
         if item["type"] == "extra_forbidden":
             where = ".".join(str(part) for part in place[:-1]) or "the top level"
             got.append(f"unknown key {place[-1]!r} in {where}")
-            expected.append(f"in {where} one of {', '.join(sorted(_model_at(place).model_fields))}")
+            expected.append(f"in {where} one of {', '.join(sorted(_model_at(root, place).model_fields))}")
         elif item["type"] == "missing":
             got.append(f"no {name}")
             expected.append(f"a value for {name}")
@@ -122,7 +132,27 @@ def _explain(owner: str, error: ValidationError) -> ConfigError:
     )
 
 
-def _read_yaml(path: Path) -> dict[Any, Any]:
+def read_yaml_model(path: Path, root: type[M], see: str, overrides: Mapping[str, Any] | None = None) -> M:
+    """A YAML file as a model.
+
+    Args:
+        path: the file.
+        root: the model of the whole file.
+        see: where to look for an example.
+        overrides: dotted keys whose values replace the file's.
+
+    Raises:
+        ConfigError: the file is missing, empty or no YAML, a key is unknown, a value is missing or out of range.
+    """
+    data = _read_yaml(path, root, see)
+    _override(data, overrides or {})
+    try:
+        return root.model_validate(data)
+    except ValidationError as error:
+        raise _explain(f"config {path.name}", error, root) from error
+
+
+def _read_yaml(path: Path, root: type[BaseModel], see: str) -> dict[Any, Any]:
     owner = f"config {path.name}"
     try:
         data = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
@@ -135,8 +165,8 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
         raise ConfigError(owner, got=f"invalid YAML ({text})", expected="valid YAML", repair="Correct it.") from error
     if not isinstance(data, dict):
         got = "an empty file" if data is None else f"a {type(data).__name__}"
-        keys = ", ".join(ExportConfig.model_fields)
-        raise ConfigError(owner, got=got, expected=f"a mapping with the keys {keys}", repair="See configs/.")
+        keys = ", ".join(root.model_fields)
+        raise ConfigError(owner, got=got, expected=f"a mapping with the keys {keys}", repair=f"See {see}.")
     return data
 
 
@@ -166,12 +196,7 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
         ConfigError: the file is missing, empty or no YAML, a key is unknown, a value is missing or out of range.
     """
     path = Path(path)
-    data = _read_yaml(path)
-    _override(data, overrides or {})
-    try:
-        config = ExportConfig.model_validate(data)
-    except ValidationError as error:
-        raise _explain(f"config {path.name}", error) from error
+    config = read_yaml_model(path, ExportConfig, "configs/", overrides)
     checkpoint = config.checkpoint
     base = path.resolve().parent
     places = {"path": checkpoint.path, "cache_dir": checkpoint.cache_dir}

@@ -1,39 +1,146 @@
-"""Read a bundle back and hold its program file to the graph contract again."""
+"""Read a bundle or a program file back and hold it to the graph contract again."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from exporter.bundle import read_bundle
-from exporter.graph import ProgramContract, check_lowered
-from exporter.spec import CheckResult, Manifest
+from exporter.errors import BundleError, ConfigError
+from exporter.graph import ProgramContract, check_lowered, read_pte, runtime_registry
+from exporter.graph.contract_file import ContractFile, ProgramForm
+from exporter.programs import METHODS, Limits, interface
+from exporter.spec import CheckResult, Manifest, MethodSpec
+
+
+@dataclass(frozen=True)
+class MethodFacts:
+    """What a method costs and needs: memory planned beside the states, kernels called outside the delegates."""
+
+    planned_bytes: int
+    operators: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """What was read in a program file. `named_bytes` are weights that delegates look up by name.
+
+    Segments may share bytes of the file, so `constant_bytes` and `named_bytes` together may exceed `file_bytes`.
+    """
+
+    file: str
+    file_bytes: int
+    constant_bytes: int
+    named_bytes: int
+    methods: Mapping[str, MethodFacts]
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """A bundle's manifest; `checks` are those of the traced programs as recorded, and the file's, run again."""
+    """`exported` are the checks of the traced programs as a bundle recorded them, `lowered` the file's, run again.
 
-    manifest: Manifest
-    checks: tuple[CheckResult, ...]
+    `manifest` is None when a program file was inspected alone; nothing is recorded then.
+    """
+
+    name: str
+    manifest: Manifest | None
+    exported: tuple[CheckResult, ...]
+    lowered: tuple[CheckResult, ...]
+    facts: tuple[FileFacts, ...]
+
+    @property
+    def checks(self) -> tuple[CheckResult, ...]:
+        return self.exported + self.lowered
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+    def as_json(self) -> dict[str, Any]:
+        """What ``--format json`` prints."""
+        forms = [("exported", check) for check in self.exported] + [("file", check) for check in self.lowered]
+        return {
+            "name": self.name,
+            "passed": self.passed,
+            "checks": [{"form": form, **check.model_dump(mode="json")} for form, check in forms],
+            "files": [asdict(facts) for facts in self.facts],
+        }
 
 
-def inspect_bundle(path: Path) -> Inspection:
-    """Check files against the manifest, and the lowered program against its contract.
+def inspect(path: Path, contract: ContractFile | None = None) -> Inspection:
+    """Inspect a bundle directory, or one program file alone, which needs a `contract` with a `program`.
 
     Raises:
-        BundleError: as `read_bundle`.
+        BundleError: as `read_bundle`, or the file cannot be read.
+        ConfigError: the contract does not fit the file.
+        GraphContractError: the file is no program, or not one with these methods and inputs.
     """
+    # A missing .pte is a missing file, not a missing bundle.
+    return _inspect_file(path, contract) if path.is_file() or path.suffix == ".pte" else _inspect_bundle(path, contract)
+
+
+def _inspect_bundle(path: Path, contract: ContractFile | None) -> Inspection:
     bundle = read_bundle(path)
     manifest = bundle.manifest
-    checks = list(manifest.graph_checks)
+    exported, lowered, facts = list(manifest.graph_checks), [], []
     for program in manifest.programs:
-        contracts = [
-            ProgramContract(method=name, interface=interface, states=manifest.states)
-            for name, interface in program.methods.items()
-        ]
-        data = (bundle.path / program.file).read_bytes()
-        again = check_lowered(data, contracts, frozenset(program.operators))
-        recorded = {(check.name, check.program, check.evidence) for check in again}
-        checks = [check for check in checks if (check.name, check.program, check.evidence) not in recorded] + again
-    return Inspection(manifest, tuple(checks))
+        # Without a contract the file is held to the kernels the manifest lists.
+        operators = frozenset(program.operators) if contract is None else contract.operators(*runtime_registry())
+        checks, found = _check_file(
+            bundle.path / program.file,
+            _contracts(manifest, program.methods, contract),
+            operators,
+            contract or ContractFile(),
+        )
+        again = {(check.name, check.program, check.evidence) for check in checks}
+        exported = [check for check in exported if (check.name, check.program, check.evidence) not in again]
+        lowered += checks
+        facts.append(found)
+    if contract is not None:
+        exported, lowered = contract.required(exported, lowered)
+    return Inspection(manifest.name, manifest, tuple(exported), tuple(lowered), tuple(facts))
+
+
+def _contracts(
+    manifest: Manifest, methods: Mapping[str, MethodSpec], contract: ContractFile | None
+) -> list[ProgramContract]:
+    if contract is not None and contract.program is not None:
+        return _contracts_of_form(contract.program)
+    return [ProgramContract(name, interface, manifest.states) for name, interface in methods.items()]
+
+
+def _contracts_of_form(form: ProgramForm) -> list[ProgramContract]:
+    limits = Limits(max_context_length=form.max_context_length, max_prefill_chunk=form.max_prefill_chunk)
+    states = form.states
+    return [ProgramContract(name, interface(states, form.vocab_size, name, limits), states) for name in METHODS]
+
+
+def _inspect_file(path: Path, contract: ContractFile | None) -> Inspection:
+    if contract is None or contract.program is None:
+        raise ConfigError(
+            f"inspect {path.name}",
+            got="a program file without a manifest" + (" and no contract" if contract is None else ""),
+            expected="a contract whose `program` gives limits, vocabulary and states",
+            repair="Pass --check contract.yaml with that section (docs/graph-contract.md), or the bundle directory.",
+        )
+    operators = contract.operators(*runtime_registry())
+    lowered, facts = _check_file(path, _contracts_of_form(contract.program), operators, contract)
+    _, required = contract.required([], lowered)
+    return Inspection(path.name, None, (), tuple(required), (facts,))
+
+
+def _check_file(
+    path: Path, contracts: Sequence[ProgramContract], operators: frozenset[str], contract: ContractFile
+) -> tuple[list[CheckResult], FileFacts]:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise BundleError(
+            f"program {path.name}", got=str(error), expected="a readable file", repair="Check the path."
+        ) from error
+    checks = check_lowered(data, contract.bind(contracts), operators, contract.limits)
+    file = read_pte(data)
+    methods = {name: MethodFacts(plan.planned_bytes, plan.operators_called()) for name, plan in file.plans.items()}
+    return checks, FileFacts(path.name, file.size, file.constant_bytes, file.named_bytes, methods)

@@ -19,12 +19,13 @@ from exporter.config import ExportConfig, resolve
 from exporter.english import english_ids
 from exporter.graph import (
     ProgramContract,
-    assert_graph_contract,
     check_exported,
     check_lowered,
     read_pte,
+    refuse_failed,
     runtime_registry,
 )
+from exporter.graph.contract import MIN_DELEGATED_SHARE
 from exporter.model.decoder import Decoder, parameter_shapes
 from exporter.programs import METHODS, Limits, Method, method_spec, trace
 from exporter.progress import Progress
@@ -101,7 +102,7 @@ def export(config: ExportConfig, out: Path, progress: Progress) -> Bundle:
         with progress.step("check lowered program") as detail:
             runtime, operators = runtime_registry()
             lowered = check_lowered(data, contracts, operators)
-            assert_graph_contract(lowered)
+            refuse_failed(lowered)
             checks += lowered
             file = read_pte(data)
             outside = sorted({name for plan in file.plans.values() for name in plan.operators_called()})
@@ -138,8 +139,14 @@ def export(config: ExportConfig, out: Path, progress: Progress) -> Bundle:
 
 
 def graph_contracts(decoder: Decoder, limits: Limits) -> tuple[ProgramContract, ...]:
+    """What every method promises; a lowering that delegates less than was measured breaks it."""
     return tuple(
-        ProgramContract(method=method, interface=method_spec(decoder, method, limits), states=decoder.states)
+        ProgramContract(
+            method=method,
+            interface=method_spec(decoder, method, limits),
+            states=decoder.states,
+            min_delegated_share=MIN_DELEGATED_SHARE[method],
+        )
         for method in METHODS
     )
 
@@ -157,7 +164,7 @@ def check_programs(
         for method, contract in zip(METHODS, contracts, strict=True)
         for result in check_exported(programs[method], contract)
     ]
-    assert_graph_contract(results)
+    refuse_failed(results)
     return results
 
 

@@ -8,14 +8,16 @@ Letters: Q query_len, S seq_len, rows: rows allocated to every global layer, V v
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch.export import Dim, ExportedProgram
 
+from exporter.errors import GraphContractError
 from exporter.model.decoder import Decoder
-from exporter.spec import MethodSpec, TensorSpec
+from exporter.spec import MethodSpec, StateSpec, TensorSpec
 
 Method = Literal["prefill", "main"]
 METHODS: tuple[Method, ...] = ("prefill", "main")
@@ -42,32 +44,49 @@ class ProgramModule(torch.nn.Module):
 
 
 def method_spec(decoder: Decoder, method: Method, limits: Limits) -> MethodSpec:
+    """The interface of a method of `decoder`."""
+    return interface(decoder.states, decoder.spec.vocab_size, method, limits)
+
+
+def interface(states: Sequence[StateSpec], vocab_size: int, method: Method, limits: Limits) -> MethodSpec:
     """The interface of a method: the one place where its dynamic dimensions and their ranges are decided."""
     context = limits.max_context_length
     dims = {"seq_len": (1 if method == "main" else 2, context)}
     if method == "prefill":
         dims["query_len"] = (2, min(limits.max_prefill_chunk, context))
-    states = []
-    for state in decoder.states:
+    tensors = []
+    for state in states:
         shape: tuple[int | str, ...] = state.shape()
         if state.kind == "full":
             dims["rows"] = (min(2, context), context)
             shape = (1, "rows", *state.row_shape)
-        states.append(TensorSpec(name=state.name, shape=shape, dtype=state.dtype))
+        tensors.append(TensorSpec(name=state.name, shape=shape, dtype=state.dtype))
     return MethodSpec(
         inputs=(
             TensorSpec(name="input_ids", shape=(1, "query_len" if method == "prefill" else 1), dtype="int64"),
             TensorSpec(name="position_ids", shape=(1, "seq_len"), dtype="int64"),
-            *states,
+            *tensors,
         ),
-        outputs=(TensorSpec(name="logits", shape=(1, decoder.spec.vocab_size), dtype="float32"),),
+        outputs=(TensorSpec(name="logits", shape=(1, vocab_size), dtype="float32"),),
         dims=dims,
-        mutates=tuple(state.name for state in decoder.states),
+        mutates=tuple(state.name for state in states),
     )
 
 
 def trace(decoder: Decoder, method: Method, limits: Limits) -> ExportedProgram:
-    """Export one method with its declared dynamic shapes; a dimension whose range is one number is static."""
+    """Export one method with its declared dynamic shapes; a dimension whose range is one number is static.
+
+    Raises:
+        GraphContractError: `decoder` is a graph that was traced already.
+    """
+    if isinstance(decoder, ExportedProgram | torch.fx.GraphModule):
+        raise GraphContractError(
+            "trace",
+            got=f"a traced graph ({type(decoder).__name__})",
+            expected="a Decoder",
+            repair="Trace each method from the decoder by itself: the order of reads and writes is fixed in a graph, "
+            "and prefill derived from main's would write rings first, over rows that its own early tokens still need.",
+        )
     spec = method_spec(decoder, method, limits)
     dims = {name: Dim(name, min=low, max=high) for name, (low, high) in spec.dims.items() if low < high}
     example = {"query_len": min(8, dims_high(spec, "query_len")), "rows": dims_high(spec, "rows")}

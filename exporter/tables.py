@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from exporter.plan import ContextPlan
 from exporter.spec import AttentionSpec, CheckResult, Comparison, LayerSpec, Manifest, ModelSpec, MoESpec, RopeSpec
+
+if TYPE_CHECKING:
+    from exporter.inspection import FileFacts
 
 
 def mib(size: int) -> str:
@@ -59,6 +63,17 @@ def plan_table(plans: Sequence[ContextPlan]) -> Table:
     for plan in plans:
         cells = [mib(size) for size in (plan.sliding, plan.global_, plan.conv, plan.total, plan.full)]
         table.add_row(str(plan.context), *cells, f"{plan.full / plan.total:.2f}x" if plan.total else "-")
+    return table
+
+
+def facts_table(files: Sequence[FileFacts]) -> Table:
+    columns = ("file", "method", "planned bytes", "kernels outside delegates")
+    table = _table("program files", columns, left=2)
+    for facts in files:
+        sizes = f"{facts.file}: {facts.file_bytes:,} bytes, constants {facts.constant_bytes:,}, "
+        sizes += f"named {facts.named_bytes:,}"
+        for name, method in facts.methods.items():
+            table.add_row(sizes, name, f"{method.planned_bytes:,}", ", ".join(method.operators))
     return table
 
 

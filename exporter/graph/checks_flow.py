@@ -8,6 +8,15 @@ from exporter.graph.provenance import Trace
 from exporter.spec import CheckResult
 
 _REMAINDERS = frozenset({"aten::remainder", "aten::remainder_", "aten::fmod", "aten::fmod_"})
+# What a wrong order of a ring means, and what it is usually a sign of.
+_WRITE_FIRST = (
+    "write-first order: a chunk's writes replace rows that its own early tokens still attend to, so a program for "
+    "chunks is traced by itself, never derived from the graph of a one-token program"
+)
+_READ_FIRST = (
+    "read-first order: the token does not attend to itself, so a one-token program is traced by itself, never derived "
+    "from the graph of a program for chunks"
+)
 
 
 def check_flow(flow: Flow, trace: Trace, contract: ProgramContract) -> list[CheckResult]:
@@ -41,23 +50,29 @@ def write_index_from_shapes(flow: Flow, trace: Trace, contract: ProgramContract,
 
 def ring_order(flow: Flow, contract: ProgramContract) -> CheckResult:
     """Chunks attend to a ring before they overwrite it; a single token is written before it is attended to."""
-    name = "main_writes_before_read" if contract.write_first else "prefill_reads_before_write"
-    return _order(name, flow, contract, "ring", contract.write_first)
+    if contract.write_first:
+        return _order("main_writes_before_read", flow, contract, "ring", write_first=True, meaning=_READ_FIRST)
+    return _order("prefill_reads_before_write", flow, contract, "ring", write_first=False, meaning=_WRITE_FIRST)
 
 
 def full_order(flow: Flow, contract: ProgramContract) -> CheckResult:
     """A global layer's tokens attend to themselves: their rows are written first, in every method."""
-    return _order("full_writes_before_read", flow, contract, "full", True)
+    return _order("full_writes_before_read", flow, contract, "full", write_first=True)
 
 
 def conv_order(flow: Flow, contract: ProgramContract) -> CheckResult:
     """A convolution sees the inputs before this call: its state is read first, in every method."""
-    return _order("conv_reads_before_write", flow, contract, "conv", False)
+    return _order("conv_reads_before_write", flow, contract, "conv", write_first=False)
 
 
-def _order(name: str, flow: Flow, contract: ProgramContract, kind: str, write_first: bool) -> CheckResult:
-    """Whether every read of a state, for the output, is on the same side of all its writes."""
-    problems, evidence = [], []
+def _order(
+    name: str, flow: Flow, contract: ProgramContract, kind: str, *, write_first: bool, meaning: str = ""
+) -> CheckResult:
+    """Whether every read of a state, for the output, is on the same side of all its writes.
+
+    A wrong order is reported with its `meaning`.
+    """
+    problems, evidence, wrong = [], [], False
     reads, writes = list(flow.live_reads()), list(flow.writes_to_inputs())
     for state in contract.of_kind(kind):
         read = [(i, step.label) for i, step, name in reads if name == state.name]
@@ -67,8 +82,11 @@ def _order(name: str, flow: Flow, contract: ProgramContract, kind: str, write_fi
             continue
         early, late = (written, read) if write_first else (read, written)
         if max(early)[0] >= min(late)[0]:
+            wrong = True
             problems.append(f"{state.name}: {max(early)[1]} comes after {min(late)[1]}")
         evidence.append(f"{state.name}: {max(early)[1]} before {min(late)[1]}")
+    if wrong and meaning:
+        problems.insert(0, meaning)
     shown = f", e.g. {evidence[0]}" if evidence else ""
     return contract.result(name, problems, f"{len(evidence)} {kind} states{shown}")
 

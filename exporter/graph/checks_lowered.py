@@ -12,8 +12,9 @@ import numpy as np
 from executorch.exir import schema
 from executorch.exir.scalar_type import ScalarType
 
+from exporter.errors import GraphContractError
 from exporter.graph.checks_flow import check_flow
-from exporter.graph.contract import ProgramContract, summary
+from exporter.graph.contract import DEFAULT_LIMITS, FileLimits, ProgramContract, summary
 from exporter.graph.flow import Flow
 from exporter.graph.index_proof import Lengths, sample_lengths
 from exporter.graph.provenance import Trace
@@ -21,8 +22,6 @@ from exporter.graph.pte_flow import flow_of_plan
 from exporter.graph.pte_plan import Plan, PteFile, read_pte
 from exporter.graph.weights import stored_weights
 from exporter.spec import CheckResult
-
-MAX_DUPLICATE_SHARE = 0.05
 
 _COPIES = frozenset(
     {f"aten::{name}" for name in (
@@ -43,7 +42,10 @@ _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def check_lowered(
-    data: bytes, contracts: Iterable[ProgramContract], allowed_operators: frozenset[str]
+    data: bytes,
+    contracts: Iterable[ProgramContract],
+    allowed_operators: frozenset[str],
+    limits: FileLimits = DEFAULT_LIMITS,
 ) -> list[CheckResult]:
     """Check the bytes of a `.pte`.
 
@@ -51,14 +53,23 @@ def check_lowered(
         data: the whole file.
         contracts: one for each method of the file.
         allowed_operators: the kernels the target runtime has, e.g. of `runtime_registry`.
+        limits: what holds for the file as a whole.
 
     Raises:
-        GraphContractError: the file cannot be read, or a method's inputs are not those of its contract.
+        GraphContractError: the file cannot be read, its methods are not those of the contracts, or a method's inputs
+            are not those of its contract.
     """
     file = read_pte(data)
     results: list[CheckResult] = []
     contracts = list(contracts)
-    assert sorted(file.plans) == sorted(c.method for c in contracts), f"contracts do not match {sorted(file.plans)}"
+    got, expected = (", ".join(sorted(names)) for names in (file.plans, (c.method for c in contracts)))
+    if got != expected:
+        raise GraphContractError(
+            "graph checks",
+            got=f"a file with the methods {got}",
+            expected=f"the methods {expected}",
+            repair="Give one contract for each method of the file.",
+        )
     for contract in contracts:
         plan = file.plans[contract.method]
         flow = flow_of_plan(plan, contract.input_names)
@@ -72,14 +83,16 @@ def check_lowered(
             last_token_logits_only(plan, trace, contract),
             operators_in_registry(plan, contract, allowed_operators),
             delegated_share(plan, contract),
+            planned_bytes(plan, contract),
         ]
-    return [*results, weights_stored_once(data, file)]
+    return [*results, weights_stored_once(data, file, limits), file_bytes(file, limits)]
 
 
 def runtime_registry() -> tuple[str, frozenset[str]]:
     """The runtime of the installed wheel: its name, with the version, and the kernels it has registered."""
     from executorch.extension.llm.custom_ops import custom_ops  # noqa: F401  registers llama::*
     from executorch.extension.pybindings import portable_lib
+    from executorch.kernels import quantized  # noqa: F401  registers quantized_decomposed::*
 
     return f"executorch-{version('executorch')}-wheel", frozenset(portable_lib._get_operator_names())
 
@@ -233,8 +246,16 @@ def delegated_share(plan: Plan, contract: ProgramContract) -> CheckResult:
     return contract.result("delegated_share", problems, evidence)
 
 
-def weights_stored_once(data: bytes, file: PteFile) -> CheckResult:
-    """Repeated bytes stay below 5% of the unique ones: a tied matrix is in the file once."""
+def planned_bytes(plan: Plan, contract: ProgramContract) -> CheckResult:
+    """The memory planned for activations and outputs, against the contract's ceiling; states are the caller's."""
+    ceiling = contract.max_planned_bytes
+    evidence = f"{plan.planned_bytes} bytes planned"
+    problems = [f"{evidence}, at most {ceiling}"] if ceiling is not None and plan.planned_bytes > ceiling else []
+    return contract.result("planned_bytes", problems, evidence)
+
+
+def weights_stored_once(data: bytes, file: PteFile, limits: FileLimits) -> CheckResult:
+    """Repeated bytes stay below a small share of the unique ones: a tied matrix is in the file once."""
     stored = stored_weights(data, file)
     evidence = (
         f"{stored.unique_bytes} unique bytes, {stored.duplicate_bytes} repeated ({stored.duplicate_share:.1%}); "
@@ -244,7 +265,20 @@ def weights_stored_once(data: bytes, file: PteFile) -> CheckResult:
     shown = [" = ".join(blob.names[0] for blob in blobs) + f" ({blobs[0].size} bytes)" for blobs in largest[:3]]
     return CheckResult(
         name="weights_stored_once",
-        program="+".join(sorted(file.plans)),
-        passed=stored.duplicate_share < MAX_DUPLICATE_SHARE,
+        program=_whole(file),
+        # No repetition at all meets any limit, 0 too.
+        passed=not stored.duplicate_bytes or stored.duplicate_share < limits.max_duplicate_share,
         evidence=evidence + (f"; repeated: {'; '.join(shown)}" if shown else ""),
     )
+
+
+def file_bytes(file: PteFile, limits: FileLimits) -> CheckResult:
+    """The size of the file, against a ceiling."""
+    ceiling = limits.max_file_bytes
+    passed = ceiling is None or file.size <= ceiling
+    evidence = f"{file.size} bytes" + ("" if passed else f", at most {ceiling}")
+    return CheckResult(name="file_bytes", program=_whole(file), passed=passed, evidence=evidence)
+
+
+def _whole(file: PteFile) -> str:
+    return "+".join(sorted(file.plans))

@@ -28,6 +28,9 @@ def flow_of_plan(plan: Plan, names: tuple[str, ...]) -> Flow:
     Raises:
         GraphContractError: the plan does not take as many inputs as there are names, or reads what nothing wrote.
     """
+    # Without their schemas, writes to a cache would look like results of their own.
+    from executorch.extension.llm.custom_ops import custom_ops  # noqa: F401  registers llama::*
+
     if len(plan.inputs) != len(names):
         raise GraphContractError(
             "graph checks",

@@ -122,7 +122,8 @@ def read_pte(data: bytes) -> PteFile:
     """Read a program file.
 
     Raises:
-        GraphContractError: `data` is no ExecuTorch program with segments, or its method is not one straight line.
+        GraphContractError: `data` is no ExecuTorch program with segments, is damaged, or has a method that is not one
+            straight line.
     """
     header = _get_extended_header(data)
     if header is None or data[4:6] != b"ET":
@@ -132,8 +133,26 @@ def read_pte(data: bytes) -> PteFile:
             expected="an ExecuTorch program with an extended header",
             repair="Pass the whole .pte file as written by the exporter.",
         )
-    program = _flatbuffer_to_program(data[: header.program_size])
-    base = header.segment_base_offset
+    try:
+        file = _parse(data, header.program_size, header.segment_base_offset)
+    except GraphContractError:
+        raise
+    except Exception as error:  # whatever a reader may meet in damaged bytes
+        raise _damaged(f"a program that does not parse ({type(error).__name__})") from error
+    beyond = next((blob for blob in file.blobs() if blob.offset + blob.size > len(data)), None)
+    if beyond is not None:
+        raise _damaged(f"{len(data)} bytes, while {beyond.names[0]} ends at {beyond.offset + beyond.size}")
+    return file
+
+
+def _damaged(got: str) -> GraphContractError:
+    return GraphContractError(
+        "pte reader", got=got, expected="a whole .pte file", repair="The file was truncated or altered: copy it again."
+    )
+
+
+def _parse(data: bytes, program_size: int, base: int) -> PteFile:
+    program = _flatbuffer_to_program(data[:program_size])
 
     def segment(index: int) -> tuple[int, int]:
         return base + program.segments[index].offset, program.segments[index].size

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from programs_for_checks import CONTRACTS, STATES, trace
 from torch.export import Dim, export
 
+from exporter import programs
 from exporter.errors import GraphContractError
-from exporter.graph import ProgramContract, Provenance, assert_graph_contract, check_exported
+from exporter.graph import ProgramContract, Provenance, assert_graph_contract, check_exported, refuse_failed
 from exporter.graph.checks_flow import conv_order
+from exporter.graph.contract import EXPORTED_CHECKS
 from exporter.graph.flow import Flow, Step, Value
 from exporter.graph.fx_flow import flow_of
 from exporter.graph.index_proof import Lengths, expected_rows, played_lengths, sample_lengths
@@ -58,10 +62,10 @@ CHECKS = {
 def test_a_good_program_passes_every_check(method: str, custom: bool) -> None:
     results = check_exported(trace(method, custom=custom), CONTRACTS[method])
     order = "main_writes_before_read" if method == "main" else "prefill_reads_before_write"
-    assert {r.name for r in results} == CHECKS | {order}
+    assert {r.name for r in results} == CHECKS | {order} <= set(EXPORTED_CHECKS)
     assert [r for r in results if not r.passed] == []
     assert all(r.evidence and r.program == method for r in results)
-    assert_graph_contract(results)
+    refuse_failed(results)
 
 
 @pytest.mark.parametrize(("method", "fault", "custom", "check"), MUTANTS)
@@ -69,7 +73,7 @@ def test_a_mutant_fails_its_check(method: str, fault: str, custom: bool, check: 
     results = {r.name: r for r in check_exported(trace(method, fault, custom=custom), CONTRACTS[method])}
     assert not results[check].passed
     with pytest.raises(GraphContractError, match=check):
-        assert_graph_contract(list(results.values()))
+        refuse_failed(list(results.values()))
 
 
 def test_each_fault_fails_nothing_it_does_not_touch() -> None:
@@ -77,6 +81,39 @@ def test_each_fault_fails_nothing_it_does_not_touch() -> None:
     assert failed == {"finite_constants"}
     failed = {r.name for r in check_exported(trace("prefill", "write_first"), CONTRACTS["prefill"]) if not r.passed}
     assert failed == {"prefill_reads_before_write"}
+
+
+@pytest.mark.parametrize("custom", [True, False], ids=["operators", "aten"])
+@pytest.mark.parametrize(
+    ("method", "other", "check", "reason"),
+    [
+        ("main", "prefill", "prefill_reads_before_write", "write-first order.*never derived from the graph of a one"),
+        ("prefill", "main", "main_writes_before_read", "read-first order.*never derived from the graph of a program"),
+    ],
+)
+def test_one_method_derived_from_the_others_graph_is_refused_with_the_reason(
+    method: str, other: str, check: str, reason: str, custom: bool
+) -> None:
+    """The order of reads and writes is in the graph, whatever name and shapes it is presented under."""
+    with pytest.raises(GraphContractError, match=f"{other}: {check} failed \\({reason}"):
+        assert_graph_contract(trace(method, custom=custom), CONTRACTS[other])
+
+
+@pytest.mark.parametrize("as_module", [False, True])
+def test_tracing_a_graph_instead_of_a_decoder_is_refused_with_the_reason(as_module: bool) -> None:
+    program = trace("main")
+    graph: Any = program.module() if as_module else program
+    with pytest.raises(GraphContractError, match="write rings first") as caught:
+        programs.trace(graph, "prefill", programs.Limits(max_context_length=64, max_prefill_chunk=24))
+    assert (caught.value.owner, caught.value.expected) == ("trace", "a Decoder")
+
+
+def test_one_call_holds_an_exported_program_to_its_contract() -> None:
+    results = assert_graph_contract(trace("main"), CONTRACTS["main"])
+    assert {r.name for r in results} <= set(EXPORTED_CHECKS) and all(r.passed for r in results)
+    with pytest.raises(GraphContractError, match="main: finite_constants failed") as caught:
+        assert_graph_contract(trace("main", "infinite_weight", "item_on_data"), CONTRACTS["main"])
+    assert "no_scalar_read_from_data failed" in caught.value.got  # every failure is listed
 
 
 def test_evidence_says_what_was_seen() -> None:

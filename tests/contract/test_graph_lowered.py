@@ -10,6 +10,7 @@ from programs_for_checks import CONTRACTS, MAX_CHUNK, STATES, lower, trace
 
 from exporter.errors import GraphContractError
 from exporter.graph import (
+    FileLimits,
     ProgramContract,
     PteFile,
     assert_graph_contract,
@@ -18,6 +19,7 @@ from exporter.graph import (
     runtime_registry,
     stored_weights,
 )
+from exporter.graph.contract import FILE_CHECKS
 from exporter.graph.provenance import Trace
 from exporter.graph.pte_flow import flow_of_plan
 from exporter.graph.pte_plan import Blob
@@ -27,7 +29,7 @@ CHECKS = {
     "ring_write_index_from_shapes", "full_write_index_from_shapes", "mutated_inputs_exactly_states",
     "no_scalar_read_from_data", "no_tensor_remainder", "write_index_is_definition", "no_whole_state_copy",
     "finite_constants", "dynamic_ranges", "last_token_logits_only", "operators_in_registry", "delegated_share",
-    "full_writes_before_read", "conv_reads_before_write",
+    "full_writes_before_read", "conv_reads_before_write", "planned_bytes",
 }  # fmt: skip
 # Lowering takes seconds, so independent faults share a file.
 MUTANTS = [
@@ -71,8 +73,9 @@ def test_a_good_file_passes_every_check(good: bytes, registry: frozenset[str]) -
     assert [r for r in results if not r.passed] == []
     for method, order in (("prefill", "prefill_reads_before_write"), ("main", "main_writes_before_read")):
         assert set(by_name(results, method)) == CHECKS | {order}
-    assert set(by_name(results, "main+prefill")) == {"weights_stored_once"}
-    assert_graph_contract(results)
+    assert set(by_name(results, "main+prefill")) == {"weights_stored_once", "file_bytes"}
+    assert {r.name for r in results} == set(FILE_CHECKS)
+    assert assert_graph_contract(good, *CONTRACTS.values()) == results  # the installed runtime's kernels
 
 
 @pytest.mark.parametrize(("method", "faults", "checks"), MUTANTS)
@@ -84,7 +87,7 @@ def test_mutants_fail_their_checks_and_no_other(
     results = check_lowered(data, [CONTRACTS[method]], registry)
     assert {r.name for r in results if not r.passed} == checks
     with pytest.raises(GraphContractError, match=sorted(checks)[0]):
-        assert_graph_contract(results)
+        assert_graph_contract(data, CONTRACTS[method], allowed_operators=registry)
 
 
 @pytest.mark.parametrize("delegate", [True, False], ids=["delegated", "portable"])
@@ -135,6 +138,47 @@ def test_a_share_below_the_floor_fails(good: bytes, registry: frozenset[str]) ->
     assert by_name(results, "prefill")["delegated_share"].passed
 
 
+def test_more_planned_memory_than_the_ceiling_fails(good: bytes, registry: frozenset[str]) -> None:
+    planned = read_pte(good).plans["prefill"].planned_bytes
+    for ceiling, passed in ((planned, True), (planned - 1, False)):
+        results = check_lowered(good, changed("prefill", max_planned_bytes=ceiling), registry)
+        assert by_name(results, "prefill")["planned_bytes"].passed == passed
+        assert by_name(results, "main")["planned_bytes"].passed
+
+
+def test_limits_of_the_whole_file(good: bytes, registry: frozenset[str]) -> None:
+    for ceiling, passed in ((len(good), True), (len(good) - 1, False)):
+        results = check_lowered(good, CONTRACTS.values(), registry, FileLimits(max_file_bytes=ceiling))
+        assert by_name(results, "main+prefill")["file_bytes"].passed == passed
+    share = stored_weights(good, read_pte(good)).duplicate_share
+    for limit, passed in ((share + 1e-6, True), (share, share == 0)):
+        results = check_lowered(good, CONTRACTS.values(), registry, FileLimits(max_duplicate_share=limit))
+        assert by_name(results, "main+prefill")["weights_stored_once"].passed == passed
+
+
+def test_a_plan_under_the_other_methods_contract_is_refused_with_the_reason(good: bytes) -> None:
+    swapped = [dataclasses.replace(CONTRACTS[a], method=b) for a, b in (("prefill", "main"), ("main", "prefill"))]
+    with pytest.raises(GraphContractError) as caught:
+        assert_graph_contract(good, *swapped)
+    assert "main: prefill_reads_before_write failed (write-first order" in caught.value.got
+    assert "prefill: main_writes_before_read failed (read-first order" in caught.value.got
+
+
+def test_contracts_for_other_methods_are_refused(good: bytes, registry: frozenset[str]) -> None:
+    with pytest.raises(GraphContractError, match="methods main, prefill; expected the methods main"):
+        check_lowered(good, [CONTRACTS["main"]], registry)
+
+
+def test_damaged_files_are_refused(good: bytes) -> None:
+    """Truncated anywhere, or with bytes of the program overwritten."""
+    for size in range(len(good) // 11, len(good) - 8, len(good) // 11):
+        with pytest.raises(GraphContractError, match=r"whole .*\.pte file"):
+            read_pte(good[:size])
+    for start in (1000, 5000, 20000):
+        with pytest.raises(GraphContractError, match="does not parse"):
+            read_pte(good[:start] + bytes([255]) * 2000 + good[start + 2000 :])
+
+
 def test_bounds_other_than_the_declared_ones_fail(good: bytes, registry: frozenset[str]) -> None:
     interface = CONTRACTS["prefill"].interface
     wider = interface.model_copy(update={"dims": interface.dims | {"Q": (2, MAX_CHUNK + 1)}})
@@ -144,8 +188,8 @@ def test_bounds_other_than_the_declared_ones_fail(good: bytes, registry: frozens
 
 def test_a_matrix_stored_twice_fails(registry: frozenset[str]) -> None:
     data = lower({"main": trace("main", "two_heads")})
-    result = check_lowered(data, [CONTRACTS["main"]], registry)[-1]
-    assert result.name == "weights_stored_once" and not result.passed
+    result = {r.name: r for r in check_lowered(data, [CONTRACTS["main"]], registry)}["weights_stored_once"]
+    assert not result.passed
     stored = stored_weights(data, read_pte(data))
     assert stored.duplicate_bytes == 97 * 32 * 4
 
