@@ -1,4 +1,4 @@
-"""The command line: ``python -m exporter export | inspect | verify``."""
+"""The command line: ``python -m exporter export | plan | inspect | verify``."""
 
 from __future__ import annotations
 
@@ -53,21 +53,54 @@ def export(
     config = load_config(model, parse_overrides(overrides))
     with native_stderr_hidden():  # torch and ExecuTorch take seconds: a bad YAML should not wait for them
         from exporter import pipeline, tables
-    from exporter.plan import plan_contexts
+    from exporter.plan import model_states, plan_contexts
     from exporter.progress import Progress
 
     if dry_run:
         source = pipeline.open_source(config)
         output.print(Pretty(source.config.model_dump(mode="json"), expand_all=True))
         output.print(tables.layers_table(source.checkpoint.spec))
-        limit = source.limits.max_context_length
-        output.print(tables.plan_table(plan_contexts(source.checkpoint.spec, source.config.cache, limit)))
+        states = model_states(source.checkpoint.spec, source.config.cache)
+        output.print(tables.plan_table(plan_contexts(states, source.limits.max_context_length)))
         return
     target = Path("bundles") / config.name if out is None else out
     bundle = pipeline.export(config, target, Progress(messages))
     output.print(tables.comparisons_table(bundle.manifest.verification))
     total = sum(entry.bytes for entry in bundle.manifest.files.values())
     output.print(f"{target}: {total / 1e6:.0f} MB, licence of the weights: {bundle.manifest.source.license}")
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        Path,
+        typer.Option(help="The YAML file of an export, or an architecture such as configs/architectures/inkling.yaml."),
+    ],
+    contexts: Annotated[
+        str | None, typer.Option(help="Context lengths, e.g. 8192,32768,131072; the usual ones if not given.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw it: a PNG file to write.")] = None,
+) -> None:
+    """Print what the caches of a model will cost, full and as rings; nothing is exported and no weights are read."""
+    from exporter import tables
+    from exporter.architecture import read_planned
+    from exporter.plan import check_contexts, growths, parse_contexts, plan_contexts
+    from exporter.plot import check_plot_path, write_plot
+
+    asked = None if contexts is None else parse_contexts(contexts)
+    if plot is not None:
+        check_plot_path(plot)
+    planned = read_planned(model)
+    check_contexts(asked or (), planned.max_context)
+    plans = plan_contexts(planned.states, planned.usual_context, asked)
+    if plot is not None:
+        write_plot(plot, planned.title, planned.states, [each.context for each in plans])
+    output.print(planned.title, markup=False, highlight=False)
+    for table in tables.plan_tables(plans):
+        output.print(table)
+    output.print(tables.growth_table(growths(planned.states), planned.layers))
+    if plot is not None:
+        output.print(f"wrote {plot}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from exporter.plan import ContextPlan
+from exporter.plan import ContextPlan, KindGrowth
 from exporter.spec import AttentionSpec, CheckResult, Comparison, LayerSpec, Manifest, ModelSpec, MoESpec, RopeSpec
+from exporter.units import BINARY, DECIMAL, size
 
 if TYPE_CHECKING:
     from exporter.inspection import FileFacts
@@ -57,12 +58,33 @@ def layers_table(model: ModelSpec) -> Table:
     return table
 
 
-def plan_table(plans: Sequence[ContextPlan]) -> Table:
+def plan_table(plans: Sequence[ContextPlan], units: str = "in MiB", show: Callable[[int], str] = mib) -> Table:
+    """State by context; `show` turns bytes into the text of a cell, `units` says in the title what it does."""
     columns = ("context", "sliding", "global", "conv", "total", "full caches", "ratio")
-    table = _table("state in MiB at context length", columns)
+    table = _table(f"state {units} at context length", columns)
     for plan in plans:
-        cells = [mib(size) for size in (plan.sliding, plan.global_, plan.conv, plan.total, plan.full)]
+        cells = [show(count) for count in (plan.sliding, plan.global_, plan.conv, plan.total, plan.full)]
         table.add_row(str(plan.context), *cells, f"{plan.full / plan.total:.2f}x" if plan.total else "-")
+    return table
+
+
+def plan_tables(plans: Sequence[ContextPlan]) -> tuple[Table, Table]:
+    """State by context in binary units, and the same in decimal ones."""
+    return (
+        plan_table(plans, "in binary units (1 GiB = 2^30 bytes)", lambda count: size(count, BINARY)),
+        plan_table(plans, "in decimal units (1 GB = 10^9 bytes)", lambda count: size(count, DECIMAL)),
+    )
+
+
+def growth_table(growths: Sequence[KindGrowth], layers: int) -> Table:
+    """What a token adds, by kind of layer and to all `layers` of the model."""
+    columns = ("kind", "layers", "full caches", "", "rings", "")
+    table = _table("growth a token (1 KiB = 2^10 bytes, 1 KB = 10^3 bytes)", columns)
+    total = (sum(growth.full for growth in growths), sum(growth.ring for growth in growths))
+    rows = [(growth.kind, growth.layers, growth.full, growth.ring) for growth in growths]
+    for kind, count, *values in [*rows, ("all", layers, *total)]:
+        cells = [size(value, units) for value in values for units in (BINARY, DECIMAL)]
+        table.add_row(kind, str(count), *cells)
     return table
 
 

@@ -1,0 +1,183 @@
+"""What `plan` reads: the config of an export, or an architecture written in YAML, for which no checkpoint is needed.
+
+An architecture says which layers there are and what each keeps of a token (examples: configs/architectures/).
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator, model_validator
+
+from exporter.config import load_config, read_yaml_model, resolve
+from exporter.plan import CONTEXTS, LayerState, model_states
+from exporter.quiet import native_stderr_hidden
+from exporter.spec import DTYPE_BYTES, Spec
+
+_SEE = "configs/architectures/"
+# Far beyond any model: what is larger is a slip of the keyboard, and sums stay within what a float can show.
+_LARGEST = 2**40
+Size = Annotated[StrictInt, Field(ge=1, le=_LARGEST)]
+Count = Annotated[StrictInt, Field(ge=1, le=10_000)]
+
+# bfloat16 counts bytes here; no program has such a cache yet.
+CACHE_BYTES = DTYPE_BYTES | {"bfloat16": 2}
+
+
+class ShortConvState(Spec):
+    """The last ``kernel_size - 1`` inputs of short causal convolutions over `channels` channels in all."""
+
+    kernel_size: Annotated[StrictInt, Field(ge=2, le=_LARGEST)]
+    channels: Size
+
+
+class LayerRun(Spec):
+    """`count` equal layers in a row.
+
+    A sliding layer has `window`, `num_key_value_heads` and `head_dim`, a global one the last two, and both may keep a
+    `short_conv` beside their cache; a conv layer has that alone.
+    """
+
+    kind: Literal["sliding", "global", "conv"]
+    count: Count = 1
+    window: Size | None = None
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    short_conv: ShortConvState | None = None
+
+    @model_validator(mode="after")
+    def _keys_of_the_kind(self) -> LayerRun:
+        cache = {"num_key_value_heads", "head_dim"}
+        needed = {"sliding": cache | {"window"}, "global": cache, "conv": {"short_conv"}}[self.kind]
+        given = {key for key in (*cache, "window", "short_conv") if getattr(self, key) is not None}
+        if missing := sorted(needed - given):
+            raise ValueError(f"a {self.kind} layer needs {', '.join(missing)}")
+        if foreign := sorted(given - needed - {"short_conv"}):
+            raise ValueError(f"a {self.kind} layer has no {', '.join(foreign)}")
+        return self
+
+    def states(self, layer: int, element: int, slack: int) -> list[LayerState]:
+        """The state of one of these layers, `element` bytes a number."""
+        states = []
+        if self.kind != "conv":
+            assert self.num_key_value_heads is not None and self.head_dim is not None
+            row_bytes = 2 * self.num_key_value_heads * self.head_dim * element
+            slack = slack if self.kind == "sliding" else 0
+            states.append(LayerState(layer, self.kind, row_bytes, self.window, slack))
+        if self.short_conv is not None:
+            rows = self.short_conv.kernel_size - 1
+            states.append(LayerState(layer, "conv", self.short_conv.channels * element, rows))
+        return states
+
+
+class ArchitectureCache(Spec):
+    """How the state is kept. Bytes are those of the numbers alone: an int8 cache's scales are not counted."""
+
+    dtype: Literal["float32", "float16", "bfloat16", "int8"] = "float32"
+    ring_slack: Annotated[StrictInt, Field(ge=0, le=_LARGEST)] = 0
+
+
+class Architecture(Spec):
+    """A model as far as its state goes.
+
+    `layers` are runs from the first layer on; with `num_layers` they are one period, repeated and cut off there. An
+    absent `max_context_length` means that no limit is known.
+    """
+
+    name: str
+    max_context_length: Size | None = None
+    cache: ArchitectureCache = ArchitectureCache()
+    layers: tuple[LayerRun, ...]
+    num_layers: Count | None = None
+
+    @field_validator("layers")
+    @classmethod
+    def _some_layers(cls, value: tuple[LayerRun, ...]) -> tuple[LayerRun, ...]:
+        if not value:
+            raise ValueError("at least one run of layers")
+        return value
+
+    @model_validator(mode="after")
+    def _at_least_one_period(self) -> Architecture:
+        period = sum(run.count for run in self.layers)
+        if self.num_layers is not None and self.num_layers < period:
+            raise ValueError(f"num_layers of at least {period}, the number in layers, not {self.num_layers}")
+        return self
+
+    def states(self) -> tuple[LayerState, ...]:
+        """The state of every layer, from the first on."""
+        period = [run for run in self.layers for _ in range(run.count)]
+        runs = itertools.islice(itertools.cycle(period), self.num_layers or len(period))
+        element = CACHE_BYTES[self.cache.dtype]
+        return tuple(
+            state for layer, run in enumerate(runs) for state in run.states(layer, element, self.cache.ring_slack)
+        )
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What to plan for. `max_context` is the most tokens that make sense, `usual_context` the most shown unasked."""
+
+    name: str
+    cache_dtype: str
+    states: tuple[LayerState, ...]
+    max_context: int
+    usual_context: int
+
+    @property
+    def layers(self) -> int:
+        return len({state.layer for state in self.states})
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}: {self.layers} layers, {self.cache_dtype} caches"
+
+
+class _EitherFile(BaseModel):
+    """Tells the two kinds of file apart by the key that only one of them has."""
+
+    model_config = ConfigDict(extra="allow")
+    checkpoint: Any = None
+    layers: Any = None
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> _EitherFile:
+        if ("checkpoint" in self.model_fields_set) == ("layers" in self.model_fields_set):
+            raise ValueError("either checkpoint (the config of an export) or layers (an architecture)")
+        return self
+
+
+def read_planned(path: Path) -> Planned:
+    """Read either kind of YAML. Of a checkpoint only the description is read, no tensor.
+
+    Raises:
+        ConfigError: the file is missing, empty or no YAML, a key is unknown, a value is missing or out of range.
+        CheckpointError: the config's checkpoint is missing, damaged or refused.
+        UnsupportedModelError: a checkpoint no family can describe.
+    """
+    if "layers" in read_yaml_model(path, _EitherFile, "configs/").model_fields_set:
+        architecture = read_yaml_model(path, Architecture, _SEE)
+        limit = architecture.max_context_length
+        return Planned(
+            name=architecture.name,
+            cache_dtype=architecture.cache.dtype,
+            states=architecture.states(),
+            max_context=_LARGEST if limit is None else limit,
+            usual_context=CONTEXTS[-1] if limit is None else limit,
+        )
+    config = load_config(path)
+    with native_stderr_hidden():  # brings torch with it, which an architecture can do without
+        from exporter.checkpoint import open_checkpoint
+    spec = open_checkpoint(config.checkpoint).spec
+    config = resolve(config, spec)
+    assert config.max_context_length is not None
+    return Planned(
+        name=config.name,
+        cache_dtype=config.cache.dtype,
+        states=model_states(spec, config.cache),
+        max_context=spec.max_position_embeddings,
+        usual_context=config.max_context_length,
+    )

@@ -1,0 +1,96 @@
+"""The memory plan as a picture: bytes of state over the context length, both axes logarithmic."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+from exporter.errors import ConfigError
+from exporter.plan import LayerState, plan_context
+from exporter.units import BINARY, size
+
+WIDTH, HEIGHT = 1080, 660  # pixels
+_DPI = 120
+_FIRST = 64  # tokens at the left edge, or fewer
+
+
+def check_plot_path(path: Path) -> None:
+    """Refuse early what could only fail late.
+
+    Raises:
+        ConfigError: not a ``.png``, or in a folder that does not exist.
+    """
+    if path.suffix.lower() != ".png":
+        raise _error(path.name, "a file name that ends in .png", "Write e.g. plan.png.")
+    if not path.resolve().parent.is_dir():
+        raise _error(f"{path}, in a folder that does not exist", "a folder that exists", "Make it, or choose another.")
+
+
+def write_plot(path: Path, title: str, states: Sequence[LayerState], contexts: Sequence[int]) -> None:
+    """Draw the plan up to the longest of `contexts` (each of them marked): beside `path`, then renamed.
+
+    Raises:
+        ConfigError: the file cannot be written; an older one at `path` is then still there.
+    """
+    check_plot_path(path)
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    last = max(contexts)
+    windows = {state.rows for state in states if state.kind == "sliding" and state.rows is not None}
+    doubling = {1 << n for n in range(last.bit_length())}
+    tokens = sorted({n for n in doubling | windows if min(_FIRST, last // 16) <= n < last} | set(contexts))
+    plans = [plan_context(states, n) for n in tokens]
+    sliding = [state for state in states if state.kind == "sliding"]
+    lines = [
+        ("all layers, full caches", [p.full for p in plans], "tab:red", "-", 2.5),
+        ("sliding layers, full caches", [plan_context(sliding, n).full for n in tokens], "tab:red", ":", 1.5),
+        ("all layers, rings + global", [p.total for p in plans], "tab:blue", "-", 2.5),
+        ("global layers", [p.global_ for p in plans], "tab:green", "--", 1.5),
+        ("sliding layers, rings", [p.sliding for p in plans], "tab:blue", ":", 1.5),
+        ("convolutions", [p.conv for p in plans], "tab:gray", "-.", 1.5),
+    ]
+    figure = Figure(figsize=(WIDTH / _DPI, HEIGHT / _DPI), dpi=_DPI, layout="constrained")
+    axes = figure.subplots()
+    marked = [tokens.index(n) for n in sorted(set(contexts))]
+    for label, values, colour, style, width in lines:
+        if any(values):
+            text = f"{label}: {size(values[-1], BINARY)}"
+            axes.plot(
+                tokens,
+                values,
+                color=colour,
+                linestyle=style,
+                linewidth=width,
+                label=text,
+                marker="o",
+                markevery=marked,
+            )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: size(value, BINARY, digits=0)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel("context length in tokens")
+    axes.set_ylabel("bytes of state (1 GiB = $2^{30}$)")
+    axes.set_title(title.replace("$", r"\$"))  # a name is no formula
+    axes.grid(alpha=0.3)
+    axes.legend(title=f"at {last:,} tokens")
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    try:
+        figure.savefig(partial, format="png")
+        os.replace(partial, path)
+    except OSError as error:
+        raise _error(
+            f"{path}, which cannot be written ({error})",
+            "a file that can be written",
+            "Free some space or choose another.",
+        ) from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _error(got: str, expected: str, repair: str) -> ConfigError:
+    return ConfigError("--plot", got=got, expected=expected, repair=repair)
