@@ -247,7 +247,7 @@ SLIDING = {"kind": "sliding", "window": 4, "num_key_value_heads": 1, "head_dim":
         ({"layers": [SLIDING | {"widow": 3}]}, ["unknown key 'widow' in layers.0", "short_conv, window"]),
         (
             {"layers": [SLIDING | {"short_conv": {"kernel_size": 4, "channels": 2, "bias": True}}]},
-            ["got unknown key 'bias' in layers.0.short_conv; expected in layers.0.short_conv one of channels, kernel_size."],
+            ["key 'bias' in layers.0.short_conv; expected in layers.0.short_conv one of channels, kernel_size."],
         ),
         ({"cache": {"rows": 1}}, ["'rows' in cache", "dtype, ring_slack"]),
         ({"cache": {"dtype": "float8"}}, ["cache.dtype = 'float8'", "bfloat16"]),
