@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from exporter.bundle import read_bundle
 from exporter.errors import BundleError, ConfigError
 from exporter.graph import ProgramContract, check_lowered, read_pte, runtime_registry
+from exporter.graph.contract import EXPORTED_CHECKS
 from exporter.graph.contract_file import ContractFile, ProgramForm
 from exporter.programs import METHODS, Limits, interface
 from exporter.spec import CheckResult, Manifest, MethodSpec
@@ -52,7 +53,8 @@ class Inspection:
 
     @property
     def checks(self) -> tuple[CheckResult, ...]:
-        return self.exported + self.lowered
+        """Both, without what the traced program says in the same words as the file."""
+        return (*(check for check in self.exported if check not in self.lowered), *self.lowered)
 
     @property
     def passed(self) -> bool:
@@ -84,7 +86,8 @@ def inspect(path: Path, contract: ContractFile | None = None) -> Inspection:
 def _inspect_bundle(path: Path, contract: ContractFile | None) -> Inspection:
     bundle = read_bundle(path)
     manifest = bundle.manifest
-    exported, lowered, facts = list(manifest.graph_checks), [], []
+    exported, facts = _exported(manifest.graph_checks), []
+    lowered: list[CheckResult] = []
     for program in manifest.programs:
         # Without a contract the file is held to the kernels the manifest lists.
         operators = frozenset(program.operators) if contract is None else contract.operators(*runtime_registry())
@@ -94,13 +97,20 @@ def _inspect_bundle(path: Path, contract: ContractFile | None) -> Inspection:
             operators,
             contract or ContractFile(),
         )
-        again = {(check.name, check.program, check.evidence) for check in checks}
-        exported = [check for check in exported if (check.name, check.program, check.evidence) not in again]
         lowered += checks
         facts.append(found)
     if contract is not None:
         exported, lowered = contract.required(exported, lowered)
     return Inspection(manifest.name, manifest, tuple(exported), tuple(lowered), tuple(facts))
+
+
+def _exported(recorded: Iterable[CheckResult]) -> list[CheckResult]:
+    """The recorded checks of traced programs; those of the same name of the file were recorded after them."""
+    first: dict[tuple[str, str], CheckResult] = {}
+    for check in recorded:
+        if check.name in EXPORTED_CHECKS:
+            first.setdefault((check.name, check.program), check)
+    return list(first.values())
 
 
 def _contracts(
