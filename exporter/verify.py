@@ -85,24 +85,29 @@ def schedule(manifest: Manifest) -> list[int]:
 
 
 def long_schedule(manifest: Manifest, count: int) -> list[int]:
-    """`schedule`, then chunks of 61 (no divisor of any window) while they fit, then single tokens."""
+    """`schedule`, then chunks of 61 (no divisor of any window) up to `count` tokens."""
     pieces = schedule(manifest)
     step = min(61, manifest.max_prefill_chunk)
-    pieces += [step] * ((count - sum(pieces)) // step)
-    return pieces + [1] * (count - sum(pieces))
+    left = count - sum(pieces)
+    return pieces + [step] * (left // step) + ([left % step] if left % step else [])
 
 
-def compare(session: Session, reference: Session, name: str, ids: Sequence[int], pieces: Sequence[int]) -> Comparison:
-    """Run both through the same calls; compare every call's logits and, at the end, every row of state in use."""
-    differences = Differences(name)
+def run(session: Session, ids: Sequence[int], pieces: Sequence[int]) -> list[torch.Tensor]:
+    """The logits ``[V]`` of every call when `ids` go through a fresh session in `pieces`."""
     session.reset()
-    reference.reset()
-    start = 0
+    rows, start = [], 0
     for piece in pieces:
-        part = list(ids[start : start + piece])
+        rows.append(session.prefill(list(ids[start : start + piece]), piece))
         start += piece
-        differences.add(session.prefill(part, piece), reference.prefill(part, piece))
-    return differences.comparison(max_state_difference=state_difference(session, reference))
+    return rows
+
+
+def compare(name: str, got: tuple[Session, list[torch.Tensor]], want: tuple[Session, list[torch.Tensor]]) -> Comparison:
+    """Two sessions that went through the same calls: the logits of each, and every row of state in use at the end."""
+    differences = Differences(name)
+    for ours, theirs in zip(got[1], want[1], strict=True):
+        differences.add(ours, theirs)
+    return differences.comparison(max_state_difference=state_difference(got[0], want[0]))
 
 
 def compare_with_eager(
@@ -114,22 +119,26 @@ def compare_with_eager(
         session: the program that ships.
         eager: the decoder it was traced from, on plain caches.
         original: the decoder before quantisation; `eager` itself when nothing was quantised.
+        ids: the tokens.
+        pieces: the calls they go through.
     """
-    comparisons = [compare(session, eager, EAGER, ids, pieces)]
+    program, traced = (session, run(session, ids, pieces)), (eager, run(eager, ids, pieces))
+    comparisons = [compare(EAGER, program, traced)]
     if original is not eager:
-        comparisons.append(compare(session, original, FLOAT, ids, pieces))
-        comparisons.append(compare(eager, original, BASELINE, ids, pieces))
+        floating = (original, run(original, ids, pieces))
+        comparisons += [compare(FLOAT, program, floating), compare(BASELINE, traced, floating)]
     return comparisons
 
 
 def state_difference(session: Session, eager: Session) -> float:
-    """The largest difference over every row of state that holds a token."""
+    """The largest difference over every row of state that holds a token; infinite when one is no number."""
     largest = 0.0
     pairs = zip(session.manifest.states, session.state.tensors, eager.state.tensors, strict=True)
     for spec, ours, theirs in pairs:
         rows = min(session.length, ours.shape[1], theirs.shape[1]) if spec.kind != "conv" else ours.shape[1]
-        largest = max(largest, float((ours[:, :rows] - theirs[:, :rows]).abs().max()))
-    return largest
+        difference = (ours[:, :rows] - theirs[:, :rows]).abs()
+        largest = max(largest, float(difference.nan_to_num(nan=torch.inf).max()))
+    return min(largest, torch.finfo(torch.float32).max)  # JSON has no infinity
 
 
 def compare_with_transformers(
@@ -174,16 +183,11 @@ def write_reference(path: Path, original: Session, ids: Sequence[int], pieces: S
     ``ids [N]``, ``pieces [n]`` (the calls), ``top_ids [n, 64]``, and ``logprobs [n, 65]``: of those ids, then of all
     the others together.
     """
-    original.reset()
-    rows, start = [], 0
-    for piece in pieces:
-        rows.append(original.prefill(list(ids[start : start + piece]), piece))
-        start += piece
-    logits = torch.stack(rows)
+    logits = torch.stack(run(original, ids, pieces))
     top_ids = logits.topk(min(TOP, logits.shape[1] - 1)).indices
     save_file(
         {
-            "ids": torch.tensor(list(ids[:start])),
+            "ids": torch.tensor(list(ids[: sum(pieces)])),
             "pieces": torch.tensor(list(pieces)),
             "top_ids": top_ids.contiguous(),
             "logprobs": torch.stack([_summary(row, top) for row, top in zip(logits, top_ids, strict=True)]),
@@ -203,12 +207,9 @@ def compare_with_recorded(session: Session, path: Path) -> Comparison:
     """Compare with what the float model said at export, as log probabilities."""
     recorded = load_file(path)
     differences = Differences(RECORDED)
-    session.reset()
-    start = 0
-    for row, piece in enumerate(recorded["pieces"].tolist()):
-        logits = session.prefill(recorded["ids"][start : start + piece].tolist(), piece)
-        start += piece
-        differences.add(_summary(logits, recorded["top_ids"][row]), recorded["logprobs"][row])
+    rows = run(session, recorded["ids"].tolist(), recorded["pieces"].tolist())
+    for logits, top_ids, logprobs in zip(rows, recorded["top_ids"], recorded["logprobs"], strict=True):
+        differences.add(_summary(logits, top_ids), logprobs)
     return differences.comparison()
 
 

