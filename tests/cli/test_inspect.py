@@ -115,6 +115,16 @@ def test_a_property_that_fails_exits_with_1(
     assert {check["name"] for check in printed["checks"]} == set(others)
 
 
+def test_a_bundle_may_be_asked_for_what_was_recorded_alone(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tiny_bundle: Path, tmp_path: Path
+) -> None:
+    check = contract(tmp_path, checks=["writes_land_on_their_rows"])
+    printed = inspected(monkeypatch, capfd, 0, tiny_bundle, "--check", check)
+    assert [(c["form"], c["program"], c["name"]) for c in printed["checks"]] == [
+        ("exported", method, "writes_land_on_their_rows") for method in BOTH
+    ]
+
+
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
