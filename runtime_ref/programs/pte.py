@@ -22,7 +22,8 @@ class PteProgram:
     def __init__(self, path: Path) -> None:
         with native_stderr_hidden():
             # Importing registers the kernels that the file calls by name.
-            import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401
+            import executorch.extension.llm.custom_ops.custom_ops
+            import executorch.kernels.quantized  # noqa: F401
             from executorch.extension.pybindings import portable_lib
             from executorch.runtime import Runtime, Verification
 
