@@ -200,8 +200,8 @@ eager decoder over the calls of `verify`; `KL of program` is the shipped file's 
 
 ## Export
 
-Everything from the checkpoint to the verified bundle, in one process. CPU seconds count; the wall clock ran beside other
-work.
+Everything from the checkpoint to the verified bundle, in one process. CPU seconds count: other work ran beside the wall
+clock.
 
 {table(("model", "weights", "wall s", "CPU s", "peak MB", "program MB"), exports)}
 
