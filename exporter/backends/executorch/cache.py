@@ -51,7 +51,8 @@ class Int8Rows(storage.Int8Rows):
 
     Plain aten's product would go into a delegate, together with whatever else the partitioner finds near it: the
     encoding of the row that must be written before this very read, for one. The kernel makes a float copy of every row
-    the caller allocated.
+    the caller allocated, in memory planned for the longest context. ``llama::custom_quantized_sdpa`` needs none, but it
+    wants the queries in int8 too, which adds 0.6 times the error of rounding keys and values (docs/int8-cache.md).
     """
 
     def dequantize(self, integers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
