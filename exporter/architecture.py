@@ -59,25 +59,37 @@ class LayerRun(Spec):
             raise ValueError(f"a {self.kind} layer has no {', '.join(foreign)}")
         return self
 
-    def states(self, layer: int, element: int, slack: int) -> list[LayerState]:
-        """The state of one of these layers, `element` bytes a number."""
+    def states(self, layer: int, cache: ArchitectureCache) -> list[LayerState]:
+        """The state of one of these layers."""
         states = []
         if self.kind != "conv":
             assert self.num_key_value_heads is not None and self.head_dim is not None
-            row_bytes = 2 * self.num_key_value_heads * self.head_dim * element
-            slack = slack if self.kind == "sliding" else 0
+            row_bytes = 2 * self.num_key_value_heads * (self.head_dim * cache.element_bytes + cache.scale_bytes)
+            slack = cache.ring_slack if self.kind == "sliding" else 0
             states.append(LayerState(layer, self.kind, row_bytes, self.window, slack))
         if self.short_conv is not None:
             rows = self.short_conv.kernel_size - 1
-            states.append(LayerState(layer, "conv", self.short_conv.channels * element, rows))
+            states.append(LayerState(layer, "conv", self.short_conv.channels * cache.conv_bytes, rows))
         return states
 
 
 class ArchitectureCache(Spec):
-    """How the state is kept. Bytes are those of the numbers alone: an int8 cache's scales are not counted."""
+    """How the state is kept. An int8 cache has a float32 scale for each row and KV head, and float32 convolutions."""
 
     dtype: Literal["float32", "float16", "bfloat16", "int8"] = "float32"
     ring_slack: Annotated[StrictInt, Field(ge=0, le=_LARGEST)] = 0
+
+    @property
+    def element_bytes(self) -> int:
+        return CACHE_BYTES[self.dtype]
+
+    @property
+    def scale_bytes(self) -> int:
+        return CACHE_BYTES["float32"] if self.dtype == "int8" else 0
+
+    @property
+    def conv_bytes(self) -> int:
+        return CACHE_BYTES["float32" if self.dtype == "int8" else self.dtype]
 
 
 class Architecture(Spec):
@@ -111,10 +123,7 @@ class Architecture(Spec):
         """The state of every layer, from the first on."""
         period = [run for run in self.layers for _ in range(run.count)]
         runs = itertools.islice(itertools.cycle(period), self.num_layers or len(period))
-        element = CACHE_BYTES[self.cache.dtype]
-        return tuple(
-            state for layer, run in enumerate(runs) for state in run.states(layer, element, self.cache.ring_slack)
-        )
+        return tuple(state for layer, run in enumerate(runs) for state in run.states(layer, self.cache))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from exporter.graph import (
     refuse_failed,
     runtime_registry,
 )
-from exporter.graph.contract import MIN_DELEGATED_SHARE
+from exporter.graph.contract import delegated_floor
 from exporter.model.decoder import Decoder, parameter_shapes
 from exporter.programs import METHODS, Limits, Method, method_spec, trace
 from exporter.progress import Progress
@@ -145,7 +145,7 @@ def graph_contracts(decoder: Decoder, limits: Limits) -> tuple[ProgramContract, 
             method=method,
             interface=method_spec(decoder, method, limits),
             states=decoder.states,
-            min_delegated_share=MIN_DELEGATED_SHARE[method],
+            min_delegated_share=delegated_floor(method, decoder.states),
         )
         for method in METHODS
     )
@@ -172,11 +172,14 @@ Sessions = tuple[verify.Session, verify.Session]
 
 
 def eager_sessions(manifest: Manifest, decoder: Decoder, source: Source, progress: Progress) -> Sessions:
-    """The eager model as exported, and before quantisation: read again, or the same one when nothing was quantised."""
+    """The eager model as exported, and before quantisation of weights and caches: read again, or the same one when
+    nothing was quantised."""
     eager = verify.eager_session(manifest, decoder.with_kernels(PlainKernels()))
-    if not source.config.quantization.is_quantized:
+    if not manifest.is_quantized:
         return eager, eager
-    return eager, verify.eager_session(manifest, read_decoder(source, progress).with_kernels(PlainKernels()))
+    on_floats = manifest.with_float_caches()
+    original = read_decoder(replace(source, states=on_floats.states), progress)
+    return eager, verify.eager_session(on_floats, original.with_kernels(PlainKernels()))
 
 
 def verify_staged(
@@ -193,7 +196,7 @@ def verify_staged(
         pieces = verify.schedule(manifest)
         ids = english_ids(writer.path / "tokenizer" / "tokenizer.json", manifest.tokenizer, sum(pieces))
         comparisons = verify.compare_with_eager(session, eager, original, ids, pieces)
-        verify.judge(comparisons, manifest.quantization, verify.baseline_divergence(comparisons))
+        verify.judge(comparisons, manifest, verify.baseline_divergence(comparisons))
         verify.write_reference(writer.path / verify.REFERENCE_FILE, original, ids, pieces)
         detail(f"{len(pieces)} calls over {sum(pieces)} tokens")
     return comparisons
@@ -214,7 +217,7 @@ def verify_bundle(path: Path, config: ExportConfig | None, progress: Progress) -
     baseline = verify.baseline_divergence(manifest.verification)
     if config is not None:
         source = open_source(config)
-        verify.check_same_source(manifest, source.checkpoint.source, source.config.quantization)
+        verify.check_same_source(manifest, source.checkpoint.source, source.config.quantization, source.config.cache)
         ids = verify.bundle_ids(bundle, min(verify.TOKENS, manifest.max_context_length - verify.GREEDY))
         decoder = read_decoder(source, progress)
         quantize_decoder(decoder, source, progress)
@@ -229,5 +232,5 @@ def verify_bundle(path: Path, config: ExportConfig | None, progress: Progress) -
         with progress.step("against Transformers") as detail:
             reference = verify.TransformersReference(source.checkpoint)
             comparisons += verify.compare_with_transformers(session, reference, ids, verify.GREEDY, detail)
-    verify.judge(comparisons, manifest.quantization, baseline)
+    verify.judge(comparisons, manifest, baseline)
     return comparisons

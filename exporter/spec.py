@@ -148,22 +148,33 @@ class ModelSpec(Spec):
     max_position_embeddings: int
 
 
+StateRole = Literal["keys", "key_scales", "values", "value_scales", "inputs"]
+SCALES: dict[StateRole, StateRole] = {"keys": "key_scales", "values": "value_scales"}
+"""The state that scales the integers of another, by role."""
+
+
 class StateSpec(Spec):
     """One tensor the caller allocates and passes to every program, which writes it in place.
 
-    shape: ``[1, rows, num_heads, head_dim]`` for keys and values, ``[1, rows, hidden_size]`` for a convolution. `rows`
-    is the number to allocate first; a ``full`` state may grow to `max_rows`, the others never change.
+    shape: ``[1, rows, num_heads, head_dim]`` for keys and values, ``[1, rows, num_heads, 1]`` for their scales (an int8
+    row stands for integer times scale), ``[1, rows, hidden_size]`` for a convolution. `rows` is the number to allocate
+    first; a ``full`` state may grow to `max_rows`, the others never change.
     """
 
     name: str
     layer: int
     kind: Literal["ring", "full", "conv"]
-    role: Literal["keys", "values", "inputs"]
+    role: StateRole
     rows: int
     max_rows: int
     window: int | None
     row_shape: tuple[int, ...]
     dtype: DType
+
+    @property
+    def scales(self) -> str | None:
+        """The name of the state that scales this one's integers, if it holds integers."""
+        return state_name(self.layer, SCALES[self.role]) if self.dtype == "int8" else None
 
     @property
     def row_bytes(self) -> int:
@@ -179,10 +190,18 @@ class StateSpec(Spec):
         return self.row_bytes * (self.rows if rows is None else rows)
 
 
-class CachePolicy(Spec):
-    """How the caller's state is laid out. `ring_slack` rows beyond the window buy that many tokens of rewind."""
+def state_name(layer: int, role: StateRole) -> str:
+    return f"layer_{layer}_{role}"
 
-    dtype: Literal["float32"] = "float32"
+
+class CachePolicy(Spec):
+    """How the caller's state is laid out. `ring_slack` rows beyond the window buy that many tokens of rewind.
+
+    `dtype` is that of keys and values; int8 is symmetric per row and KV head, with float32 scales beside it. The few
+    rows of a convolution are float32 in any case.
+    """
+
+    dtype: Literal["float32", "int8"] = "float32"
     ring_slack: int = Field(default=0, ge=0)
     initial_rows: int = Field(default=64, ge=1)
     growth: Literal["double", "1.5x"] = "double"
@@ -194,8 +213,29 @@ class CachePolicy(Spec):
         return min(rows, max_rows)
 
 
+def cache_states(
+    *, layer: int, kind: Literal["ring", "full"], rows: int, max_rows: int, window: int | None,
+    row_shape: tuple[int, ...], dtype: DType,
+) -> tuple[StateSpec, ...]:  # fmt: skip
+    """The states of one attention layer; `row_shape` and `dtype` are those of its keys and values."""
+    states = []
+    for role, scales in SCALES.items():
+        parts: list[tuple[StateRole, tuple[int, ...], DType]] = [(role, row_shape, dtype)]
+        if dtype == "int8":
+            parts.append((scales, (*row_shape[:-1], 1), "float32"))
+        for part, shape, own in parts:
+            states.append(
+                StateSpec(
+                    name=state_name(layer, part), layer=layer, kind=kind, role=part, rows=rows, max_rows=max_rows,
+                    window=window, row_shape=shape, dtype=own,
+                )
+            )  # fmt: skip
+    return tuple(states)
+
+
 def state_specs(model: ModelSpec, policy: CachePolicy, max_context_length: int) -> tuple[StateSpec, ...]:
-    """The state of `model` in the order in which programs take it: layer by layer, keys before values."""
+    """The state of `model` in the order in which programs take it: layer by layer, keys before values, each followed
+    by its scales if it has any."""
     states: list[StateSpec] = []
     for index, layer in enumerate(model.layers):
         mixer = layer.mixer
@@ -203,8 +243,8 @@ def state_specs(model: ModelSpec, policy: CachePolicy, max_context_length: int) 
             rows = mixer.kernel_size - 1
             states.append(
                 StateSpec(
-                    name=f"layer_{index}_inputs", layer=index, kind="conv", role="inputs", rows=rows, max_rows=rows,
-                    window=None, row_shape=(model.hidden_size,), dtype=policy.dtype,
+                    name=state_name(index, "inputs"), layer=index, kind="conv", role="inputs", rows=rows,
+                    max_rows=rows, window=None, row_shape=(model.hidden_size,), dtype="float32",
                 )
             )  # fmt: skip
             continue
@@ -215,14 +255,10 @@ def state_specs(model: ModelSpec, policy: CachePolicy, max_context_length: int) 
             # A window that outreaches the context never closes: the ring is then the whole context.
             kind, window = "ring", min(mixer.window, max_context_length)
             rows = max_rows = window + policy.ring_slack
-        roles: tuple[Literal["keys", "values"], ...] = ("keys", "values")
-        for role in roles:
-            states.append(
-                StateSpec(
-                    name=f"layer_{index}_{role}", layer=index, kind=kind, role=role, rows=rows, max_rows=max_rows,
-                    window=window, row_shape=(mixer.num_key_value_heads, mixer.head_dim), dtype=policy.dtype,
-                )
-            )  # fmt: skip
+        states += cache_states(
+            layer=index, kind=kind, rows=rows, max_rows=max_rows, window=window, dtype=policy.dtype,
+            row_shape=(mixer.num_key_value_heads, mixer.head_dim),
+        )  # fmt: skip
     return tuple(states)
 
 
@@ -342,3 +378,14 @@ class Manifest(Spec):
     verification: tuple[Comparison, ...]
     versions: dict[str, str]
     files: dict[str, FileEntry]
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the program rounds while it runs: activations (quantised weights), or rows of an int8 cache."""
+        return self.quantization.is_quantized or self.cache.dtype == "int8"
+
+    def with_float_caches(self) -> Manifest:
+        """The same model over float32 caches."""
+        cache = self.cache.model_copy(update={"dtype": "float32"})
+        states = state_specs(self.model, cache, self.max_context_length)
+        return self.model_copy(update={"cache": cache, "states": states})

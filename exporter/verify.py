@@ -5,7 +5,7 @@ Letters: V vocab_size, n compared positions. The only part of the exporter that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from exporter.errors import BundleError, VerificationError
 from exporter.model.decoder import Decoder
 from exporter.progress import Detail
 from exporter.reference import TransformersReference
-from exporter.spec import Comparison, Manifest, QuantizationSpec, SourceSpec
+from exporter.spec import CachePolicy, Comparison, Manifest, QuantizationSpec, SourceSpec, StateSpec
 from runtime_ref.programs import load_programs
 from runtime_ref.programs.eager import EagerProgram
 from runtime_ref.session import Session
@@ -118,7 +118,7 @@ def compare_with_eager(
     Args:
         session: the program that ships.
         eager: the decoder it was traced from, on plain caches.
-        original: the decoder before quantisation; `eager` itself when nothing was quantised.
+        original: the decoder before quantisation on float32 caches; `eager` itself when nothing was quantised.
         ids: the tokens.
         pieces: the calls they go through.
     """
@@ -130,15 +130,26 @@ def compare_with_eager(
     return comparisons
 
 
-def state_difference(session: Session, eager: Session) -> float:
-    """The largest difference over every row of state that holds a token; infinite when one is no number."""
+def state_difference(session: Session, reference: Session) -> float:
+    """The largest difference over every row of state that holds a token, integers taken for what they stand for;
+    infinite when one is no number."""
     largest = 0.0
-    pairs = zip(session.manifest.states, session.state.tensors, eager.state.tensors, strict=True)
-    for spec, ours, theirs in pairs:
-        rows = min(session.length, ours.shape[1], theirs.shape[1]) if spec.kind != "conv" else ours.shape[1]
-        difference = (ours[:, :rows] - theirs[:, :rows]).abs()
+    theirs = dict(float_states(reference))
+    for spec, ours in float_states(session):
+        other = theirs[spec]
+        rows = min(session.length, ours.shape[1], other.shape[1]) if spec.kind != "conv" else ours.shape[1]
+        difference = (ours[:, :rows] - other[:, :rows]).abs()
         largest = max(largest, float(difference.nan_to_num(nan=torch.inf).max()))
     return min(largest, torch.finfo(torch.float32).max)  # JSON has no infinity
+
+
+def float_states(session: Session) -> Iterator[tuple[StateSpec, torch.Tensor]]:
+    """Every state but the scales, as floats: described as it would be in a float32 cache, and its rows."""
+    tensors = {spec.name: tensor for spec, tensor in zip(session.manifest.states, session.state.tensors, strict=True)}
+    for spec in session.manifest.with_float_caches().states:
+        own = next(state for state in session.manifest.states if state.name == spec.name)
+        rows = tensors[spec.name]
+        yield spec, rows if own.scales is None else rows * tensors[own.scales]
 
 
 def compare_with_transformers(
@@ -213,15 +224,18 @@ def compare_with_recorded(session: Session, path: Path) -> Comparison:
     return differences.comparison()
 
 
-def check_same_source(manifest: Manifest, source: SourceSpec, quantization: QuantizationSpec) -> None:
+def check_same_source(
+    manifest: Manifest, source: SourceSpec, quantization: QuantizationSpec, cache: CachePolicy
+) -> None:
     """Refuse to compare a bundle with weights it does not come from.
 
     Raises:
-        BundleError: other files, or other quantisation, than the manifest records.
+        BundleError: other files, or other quantisation of weights or caches, than the manifest records.
     """
     for what, got, want in (
         ("checkpoint files", source.files, manifest.source.files),
         ("quantization", quantization, manifest.quantization),
+        ("cache.dtype", cache.dtype, manifest.cache.dtype),
     ):
         if got != want:
             raise BundleError(
@@ -232,19 +246,19 @@ def check_same_source(manifest: Manifest, source: SourceSpec, quantization: Quan
             )
 
 
-def judge(comparisons: Sequence[Comparison], quantization: QuantizationSpec, baseline: float) -> None:
+def judge(comparisons: Sequence[Comparison], manifest: Manifest, baseline: float) -> None:
     """Refuse a program that is not the model it claims to be.
 
-    Float programs: logits within `FLOAT_MAX`, and `FLOAT_MEAN` on average. A quantised program rounds activations at
-    run time, and where two implementations round a borderline value apart, all that follows differs by as much as
-    rounding itself does. So it is held to the distribution: its mean KL divergence from the float model is at most
-    twice `baseline`, that of its own eager model, plus 0.02.
+    Float programs: logits within `FLOAT_MAX`, and `FLOAT_MEAN` on average. A quantised program rounds at run time,
+    activations or the rows of its caches, and where two implementations round a borderline value apart, all that
+    follows differs by as much as rounding itself does. So it is held to the distribution: its mean KL divergence from
+    the float model is at most twice `baseline`, that of its own eager model, plus 0.02.
 
     Raises:
         VerificationError: which comparison failed, and by how much.
     """
     for c in comparisons:
-        if not quantization.is_quantized:
+        if not manifest.is_quantized:
             bad = not (c.max_abs_difference <= FLOAT_MAX and c.mean_abs_difference <= FLOAT_MEAN)
             expected = f"max |difference| <= {FLOAT_MAX} and mean <= {FLOAT_MEAN}"
         elif c.reference in {FLOAT, RECORDED} or c.reference.startswith(TRANSFORMERS):

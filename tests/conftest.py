@@ -94,5 +94,12 @@ def int8_bundle(exported: Callable[..., Path], tiny_checkpoint: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def int8_cache_bundle(exported: Callable[..., Path], tiny_checkpoint: Path) -> Path:
+    """Float weights over int8 caches, rings of window + 3 rows."""
+    cache = {"dtype": "int8", "ring_slack": 3, "initial_rows": 16}
+    return exported(tiny_checkpoint, "int8_cache", cache=cache)
+
+
+@pytest.fixture(scope="session")
 def int4_bundle(exported: Callable[..., Path], tiny_checkpoint: Path) -> Path:
     return exported(tiny_checkpoint, "int4", quantization=INT4)

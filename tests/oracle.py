@@ -9,11 +9,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from exporter.spec import AttentionSpec, MLPSpec, ModelSpec, MoESpec, RopeSpec, ShortConvSpec
 
 Weights = Mapping[str, torch.Tensor]
+
+
+def int8_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[..., D]`` to int8 and float32 scales ``[..., 1]`` from the definition, a row at a time, in numpy."""
+    source = rows.numpy()
+    integers = np.zeros(source.shape, np.int8)
+    scales = np.zeros((*source.shape[:-1], 1), np.float32)
+    for place in np.ndindex(*source.shape[:-1]):
+        row = source[place]
+        scale = max(np.float32(np.abs(row).max()) / np.float32(127), np.finfo(np.float32).tiny)
+        integers[place], scales[place] = np.rint(row / scale), scale
+    return torch.from_numpy(integers), torch.from_numpy(scales)
 
 
 def attend(

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -52,6 +53,8 @@ def kernels_named(name: str) -> CacheKernels:
 
 
 KERNELS = ("plain", "executorch")
+CacheDType = Literal["float32", "int8"]
+DTYPES: tuple[CacheDType, ...] = ("float32", "int8")
 
 
 def attention(window: int | None = WINDOW, *, theta: float = 10_000.0, **changes: Any) -> AttentionSpec:
@@ -128,17 +131,21 @@ def decoder_of(
     context: int = 192,
     initial_rows: int = 64,
     seed: int = 0,
+    dtype: CacheDType = "float32",
 ) -> Decoder:
-    policy = CachePolicy(ring_slack=slack, initial_rows=initial_rows)
+    policy = CachePolicy(ring_slack=slack, initial_rows=initial_rows, dtype=dtype)
     return randomize(Decoder(spec, state_specs(spec, policy, context), kernels_named(kernels)), seed)
 
 
 def states_of(decoder: Decoder, fill: float = 0.0, rows: int | None = None) -> list[torch.Tensor]:
-    """The caller's tensors; a growing one has `rows` rows, all it may ever have unless given."""
+    """The caller's tensors; a growing one has `rows` rows, all it may ever have unless given. Integers, of which none
+    is NaN, are filled with -128, which no quantiser stores."""
+    shapes = [state.shape((rows or state.max_rows) if state.kind == "full" else None) for state in decoder.states]
     return [
-        torch.full(state.shape((rows or state.max_rows) if state.kind == "full" else None), fill)
-        for state in decoder.states
-    ]
+        torch.full(shape, -128, dtype=torch.int8) if state.dtype == "int8" and math.isnan(fill) else
+        torch.full(shape, fill, dtype=getattr(torch, state.dtype))
+        for state, shape in zip(decoder.states, shapes, strict=True)
+    ]  # fmt: skip
 
 
 def token_ids(count: int, seed: int = 1) -> list[int]:
@@ -161,8 +168,10 @@ def agree(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], *, exact
     """
     pairs = zip(ours, theirs, strict=True)
     if exactly:
-        return all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in pairs)
-    return all(torch.allclose(a, b, rtol=0, atol=5e-6 * max(1.0, b.nan_to_num().abs().max()), equal_nan=True)
+        return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+    # Last bits may round an integer of an int8 cache the other way.
+    return all(torch.allclose(a.float(), b.float(), rtol=0, equal_nan=True,
+                              atol=1.0 if a.dtype == torch.int8 else 5e-6 * max(1.0, b.nan_to_num().abs().max()))
                for a, b in pairs)  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import tokenizers
 import torch
@@ -39,8 +40,9 @@ QKV = tuple[Tensor, Tensor, Tensor]
 
 
 def toy_manifest(
-    kinds: Sequence[str] = ("ring", "full"), *, window: int = 8, slack: int = 0, context: int = 96, chunk: int = 16
-) -> Manifest:
+    kinds: Sequence[str] = ("ring", "full"), *, window: int = 8, slack: int = 0, context: int = 96, chunk: int = 16,
+    dtype: Literal["float32", "int8"] = "float32",
+) -> Manifest:  # fmt: skip
     """A manifest whose layers are `kinds`; full caches start at 4 rows, so that every test grows them."""
     mlp = MLPSpec(intermediate_size=1, activation="silu")
     mixers: dict[str, AttentionSpec | ShortConvSpec] = {
@@ -57,7 +59,7 @@ def toy_manifest(
         layers=tuple(LayerSpec(mixer=mixers[kind], feed_forward=mlp) for kind in kinds),
         max_position_embeddings=context,
     )  # fmt: skip
-    policy = CachePolicy(ring_slack=slack, initial_rows=4)
+    policy = CachePolicy(dtype=dtype, ring_slack=slack, initial_rows=4)
     method = MethodSpec(inputs=(), outputs=(), dims={}, mutates=())
     return Manifest(
         name="toy", created="2026-01-01T00:00:00Z", model=model, states=state_specs(model, policy, context),

@@ -10,24 +10,31 @@ Two implementations exist: `cache.plain` (aten only; every back end can lower it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 Rows = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values as floats, ``[B, T, K, D]`` each."""
+States = tuple[torch.Tensor, ...]
+"""The tensors of one layer's state, or rows for each of them (`cache.storage` says which there are)."""
 
 
 class KVCache(Protocol):
     """Keys and values of one layer, over tensors the caller owns; every write happens in place."""
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    states: States
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, offset: int) -> None:
-        """Write the rows ``[B, Q, K, D]`` of positions offset .. offset + Q - 1."""
+    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> States:
+        """A chunk's float rows ``[B, Q, K, D]`` in the form in which the cache keeps them."""
         ...
 
-    def update_and_fetch(self, keys: torch.Tensor, values: torch.Tensor, offset: int) -> Rows:
+    def update(self, chunk: States, offset: int) -> None:
+        """Write the encoded rows of positions offset .. offset + Q - 1."""
+        ...
+
+    def update_and_fetch(self, chunk: States, offset: int) -> Rows:
         """Write first, then hand out the cache."""
         ...
 
@@ -37,7 +44,7 @@ class RingCache(KVCache, Protocol):
 
     window: int
 
-    def fetch_and_concat(self, keys: torch.Tensor, values: torch.Tensor, offset: int) -> Rows:
+    def fetch_and_concat(self, chunk: States, offset: int) -> Rows:
         """Read the ring as it stands and append the chunk: ``[B, C + Q, K, D]`` each; nothing is written."""
         ...
 
@@ -62,9 +69,9 @@ class CacheKernels(Protocol):
 
     name: str
 
-    def ring(self, keys: torch.Tensor, values: torch.Tensor, window: int) -> RingCache: ...
+    def ring(self, states: Sequence[torch.Tensor], window: int) -> RingCache: ...
 
-    def full(self, keys: torch.Tensor, values: torch.Tensor) -> KVCache: ...
+    def full(self, states: Sequence[torch.Tensor]) -> KVCache: ...
 
     def attend_masked(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, extras: Extras

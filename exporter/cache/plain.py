@@ -6,62 +6,73 @@ No scatter is used: a ring is rewritten by one gather after attention, a single 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from exporter.cache import masks
-from exporter.cache.interface import Extras, Rows, check_single_query
+from exporter.cache.interface import Extras, Rows, States, check_single_query
+from exporter.cache.storage import FloatRows, Int8Rows, Storage
 
 
-class RingKVCache:
-    """The last C rows of a sliding layer, ``[B, C, K, D]``; the attention window W is at most C."""
+class _Cache:
+    """One layer's states, rows on axis 1, and how rows are kept in them."""
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, window: int) -> None:
-        assert 1 <= window <= keys.shape[1], f"window {window} does not fit a ring of {keys.shape[1]} rows"
-        self.keys, self.values, self.window = keys, values, window
+    def __init__(self, states: Sequence[torch.Tensor], storage: Storage) -> None:
+        self.states, self.storage = tuple(states), storage
+
+    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> States:
+        return self.storage.encode(keys, values)
+
+
+class RingKVCache(_Cache):
+    """The last C rows of a sliding layer; the attention window W is at most C."""
+
+    def __init__(self, states: Sequence[torch.Tensor], window: int, storage: Storage) -> None:
+        super().__init__(states, storage)
+        assert 1 <= window <= self.capacity, f"window {window} does not fit a ring of {self.capacity} rows"
+        self.window = window
 
     @property
     def capacity(self) -> int:
-        return int(self.keys.shape[1])
+        return int(self.states[0].shape[1])
 
-    def fetch_and_concat(self, keys: torch.Tensor, values: torch.Tensor, offset: int) -> Rows:
-        rows = self.written((self.keys, self.values), offset)
-        return torch.cat([rows[0], keys], 1), torch.cat([rows[1], values], 1)
+    def fetch_and_concat(self, chunk: States, offset: int) -> Rows:
+        held = self.written(self.storage.decode(self.states), offset)
+        keys, values = self.storage.decode(chunk)
+        return torch.cat([held[0], keys], 1), torch.cat([held[1], values], 1)
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, offset: int) -> None:
+    def update(self, chunk: States, offset: int) -> None:
         """Slot j takes the newest token congruent to j: from the chunk if it is there, else what the ring held."""
-        query_len = keys.shape[1]
+        query_len = chunk[0].shape[1]
         held = masks.ring_positions(offset + query_len, self.capacity)
         from_chunk = held - offset + self.capacity  # row of the concatenation [ring, chunk]
         source = torch.where(held >= offset, from_chunk, torch.arange(self.capacity))
-        for cache, chunk in ((self.keys, keys), (self.values, values)):
-            cache.copy_(torch.cat([cache, chunk], 1).index_select(1, source))
+        for state, rows in zip(self.states, chunk, strict=True):
+            state.copy_(torch.cat([state, rows], 1).index_select(1, source))
 
     def written(self, rows: Rows, count: int) -> Rows:
         """`rows` with those that hold none of the first `count` tokens as zeros (see `zero_unwritten`)."""
         return zero_unwritten(rows[0], count), zero_unwritten(rows[1], count)
 
-    def update_and_fetch(self, keys: torch.Tensor, values: torch.Tensor, offset: int) -> Rows:
-        check_single_query(keys.shape[1])
+    def update_and_fetch(self, chunk: States, offset: int) -> Rows:
+        check_single_query(chunk[0].shape[1])
         slot = offset % self.capacity
-        self.keys.narrow(1, slot, 1).copy_(keys)
-        self.values.narrow(1, slot, 1).copy_(values)
-        return self.keys, self.values
+        for state, row in zip(self.states, chunk, strict=True):
+            state.narrow(1, slot, 1).copy_(row)
+        return self.storage.decode(self.states)
 
 
-class FullKVCache:
-    """A global layer's rows in order of position, ``[B, rows, K, D]`` with rows >= offset + Q."""
+class FullKVCache(_Cache):
+    """A global layer's rows in order of position, at least offset + Q of them."""
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.keys, self.values = keys, values
+    def update(self, chunk: States, offset: int) -> None:
+        for state, rows in zip(self.states, chunk, strict=True):
+            state.narrow(1, offset, rows.shape[1]).copy_(rows)
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, offset: int) -> None:
-        query_len = keys.shape[1]
-        self.keys.narrow(1, offset, query_len).copy_(keys)
-        self.values.narrow(1, offset, query_len).copy_(values)
-
-    def update_and_fetch(self, keys: torch.Tensor, values: torch.Tensor, offset: int) -> Rows:
-        self.update(keys, values, offset)
-        return self.keys, self.values
+    def update_and_fetch(self, chunk: States, offset: int) -> Rows:
+        self.update(chunk, offset)
+        return self.storage.decode(self.states)
 
 
 def zero_unwritten(ring: torch.Tensor, count: int) -> torch.Tensor:
@@ -108,12 +119,17 @@ class PlainKernels:
     """`CacheKernels` in plain aten."""
 
     name = "plain"
+    int8_rows = Int8Rows()
 
-    def ring(self, keys: torch.Tensor, values: torch.Tensor, window: int) -> RingKVCache:
-        return RingKVCache(keys, values, window)
+    def storage(self, states: Sequence[torch.Tensor]) -> Storage:
+        """The plan gave the states their dtypes (`spec.state_specs`); they say how rows are kept."""
+        return self.int8_rows if states[0].dtype is torch.int8 else FloatRows()
 
-    def full(self, keys: torch.Tensor, values: torch.Tensor) -> FullKVCache:
-        return FullKVCache(keys, values)
+    def ring(self, states: Sequence[torch.Tensor], window: int) -> RingKVCache:
+        return RingKVCache(states, window, self.storage(states))
+
+    def full(self, states: Sequence[torch.Tensor]) -> FullKVCache:
+        return FullKVCache(states, self.storage(states))
 
     def attend_masked(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, extras: Extras

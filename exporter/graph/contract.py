@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from exporter.errors import GraphContractError
@@ -26,6 +27,17 @@ FILE_CHECKS = (
 # slack in its rings, whose decode takes masks, 60% in main.
 MIN_DELEGATED_SHARE = {"prefill": 0.45, "main": 0.55}
 """The floor, by method, under which a lowering is refused: it no longer delegates what it did."""
+# An int8 cache rounds and decodes outside delegates: measured on the tests' tiny Gemma, 49% and 74%.
+INT8_CACHE_SHARE = 0.1
+"""What an int8 cache takes off that floor."""
+
+
+def delegated_floor(method: str, states: Sequence[StateSpec]) -> float | None:
+    """The floor of a method over `states`; None for a method of which nothing was measured."""
+    floor = MIN_DELEGATED_SHARE.get(method)
+    if floor is None:
+        return None
+    return floor - (INT8_CACHE_SHARE if any(state.dtype == "int8" for state in states) else 0.0)
 
 
 @dataclass(frozen=True)

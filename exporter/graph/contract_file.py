@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator, m
 
 from exporter.config import read_yaml_model
 from exporter.errors import ConfigError
-from exporter.graph.contract import EXPORTED_CHECKS, FILE_CHECKS, MIN_DELEGATED_SHARE, FileLimits, ProgramContract
-from exporter.spec import CheckResult, DType, StateSpec
+from exporter.graph.contract import EXPORTED_CHECKS, FILE_CHECKS, FileLimits, ProgramContract, delegated_floor
+from exporter.spec import CheckResult, DType, StateSpec, cache_states, state_name
 
 Count = Annotated[StrictInt, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -29,9 +29,9 @@ class _Part(BaseModel):
 class LayerForm(_Part):
     """`count` layers with equal state, in the order of the program's inputs.
 
-    A ``ring`` or ``full`` layer has keys and values, `row_shape` ``[KV heads, head_dim]``; a ``conv`` layer has one
-    state, `row_shape` ``[hidden size]``. `rows` is the number of a ring (its capacity) or a convolution; a full state
-    grows to the context.
+    A ``ring`` or ``full`` layer has keys and values, `row_shape` ``[KV heads, head_dim]``, and where these are int8 a
+    float32 scale for each row and KV head; a ``conv`` layer has one state, `row_shape` ``[hidden size]``. `rows` is the
+    number of a ring (its capacity) or a convolution; a full state grows to the context.
     """
 
     kind: Literal["ring", "full", "conv"]
@@ -65,13 +65,17 @@ class ProgramForm(_Part):
         forms = [form for form in self.layers for _ in range(form.count)]
         for index, form in enumerate(forms):
             rows = self.max_context_length if form.rows is None else form.rows
-            roles: tuple[Literal["keys", "values", "inputs"], ...] = ("keys", "values")
-            for role in ("inputs",) if form.kind == "conv" else roles:
+            if form.kind == "conv":
                 found.append(
                     StateSpec(
-                        name=f"layer_{index}_{role}", layer=index, kind=form.kind, role=role, rows=rows, max_rows=rows,
-                        window=None, row_shape=form.row_shape, dtype=form.dtype,
+                        name=state_name(index, "inputs"), layer=index, kind="conv", role="inputs", rows=rows,
+                        max_rows=rows, window=None, row_shape=form.row_shape, dtype=form.dtype,
                     )
+                )  # fmt: skip
+            else:
+                found += cache_states(
+                    layer=index, kind=form.kind, rows=rows, max_rows=rows, window=None, dtype=form.dtype,
+                    row_shape=form.row_shape,
                 )  # fmt: skip
         return tuple(found)
 
@@ -139,7 +143,7 @@ class ContractFile(_Part):
             dataclasses.replace(
                 contract,
                 min_delegated_share=self.min_delegated_share.get(
-                    contract.method, MIN_DELEGATED_SHARE.get(contract.method)
+                    contract.method, delegated_floor(contract.method, contract.states)
                 ),
                 max_planned_bytes=self.max_planned_bytes.get(contract.method),
             )

@@ -197,7 +197,7 @@ class Player:
 
     def _moves(self, node: Node, operator: str, state: str | None) -> bool:
         # On the way from the state to its own rewrite everything is run as it stands, e.g. a `where` over old and new.
-        return operator in _MOVES or self._reaches(node, state)
+        return (operator in _MOVES and not _converts(node)) or self._reaches(node, state)
 
     def _reaches(self, node: Node, state: str | None) -> bool:
         name = next((v for v, given in self.flow.inputs.items() if given == state), None)
@@ -221,6 +221,12 @@ class Player:
         if len(axes) != 1:
             raise NotPlayable(f"{node.name} has no single axis of Q rows: {tuple(shape)}")
         return positions.view([-1 if axis == axes[0] else 1 for axis in range(len(sizes))]).expand(sizes).clone()
+
+
+def _converts(node: Node) -> bool:
+    """Whether the result has another dtype, in which a position might not fit: int8 rows are computed, not moved."""
+    tensors = [value for n in (node, *node.all_input_nodes[:1]) if isinstance(value := n.meta["val"], torch.Tensor)]
+    return len({tensor.dtype for tensor in tensors}) > 1
 
 
 def play_writes(

@@ -37,7 +37,7 @@ class Attention(torch.nn.Module):
         self, hidden: torch.Tensor, rotary: Rotary, states: list[torch.Tensor], *, offset: int,
         window: int | None, write_first: bool,
     ) -> torch.Tensor:  # fmt: skip
-        """hidden ``[1, Q, hidden_size]``; states: keys and values ``[1, rows, K, D]``, written in place.
+        """hidden ``[1, Q, hidden_size]``; states: the layer's own, in the order of the plan, written in place.
 
         `window` is the layer's window as the state was planned (never more than the context).
         """
@@ -50,24 +50,23 @@ class Attention(torch.nn.Module):
         if rotary is not None:
             query, keys = rotate(query, *rotary), rotate(keys, *rotary)
         extras = Extras(self.spec.scale, self.spec.logit_softcap, self.sinks if self.spec.sinks else None)
-        cache_keys, cache_values = states
         if window is None:
-            full = self.kernels.full(cache_keys, cache_values)
-            rows = full.update_and_fetch(keys, values, offset)
+            full = self.kernels.full(states)
+            rows = full.update_and_fetch(full.encode(keys, values), offset)
             attended = self.kernels.attend_causal(query, *rows, offset, extras)
         else:
-            ring = self.kernels.ring(cache_keys, cache_values, window)
-            capacity = cache_keys.shape[1]
+            ring = self.kernels.ring(states, window)
+            chunk, capacity = ring.encode(keys, values), states[0].shape[1]
             if not write_first:
-                rows = ring.fetch_and_concat(keys, values, offset)
+                rows = ring.fetch_and_concat(chunk, offset)
                 visible = masks.concat_window_causal_mask(offset, query_len, capacity, window)
                 attended = self.kernels.attend_masked(query, *rows, visible, extras)
-                ring.update(keys, values, offset)
+                ring.update(chunk, offset)
             elif capacity == window:  # softmax does not mind the order of slots: no mask
-                rows = ring.update_and_fetch(keys, values, offset)
+                rows = ring.update_and_fetch(chunk, offset)
                 attended = self.kernels.attend_causal(query, *rows, masks.last_live_row(offset, capacity), extras)
             else:
-                rows = ring.update_and_fetch(keys, values, offset)
+                rows = ring.update_and_fetch(chunk, offset)
                 visible = masks.ring_window_causal_mask(offset + 1, capacity, window)
                 attended = self.kernels.attend_masked(query, *ring.written(rows, offset + 1), visible, extras)
         return self.o_proj(attended.reshape(1, query_len, -1))

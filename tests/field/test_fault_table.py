@@ -6,8 +6,6 @@ import ast
 import re
 from pathlib import Path
 
-from exporter.spec import CachePolicy
-
 TESTS = Path(__file__).parents[1]
 TEXT = (TESTS.parent / "docs" / "field-faults.md").read_text(encoding="utf-8")
 NUMBERS = {
@@ -19,7 +17,7 @@ ROWS = {
     for line in TEXT.splitlines()
     if (cells := [cell.strip() for cell in line.strip("|").split("|")])[0].isdigit()
 }
-LATER = {48, 51}
+LATER = {48}
 
 
 def functions(path: str) -> set[str]:
@@ -44,8 +42,3 @@ def test_numbered_tests_stand_in_their_row() -> None:
     for name in functions("field/test_field_faults.py"):
         if name.startswith("test_"):
             assert f"::{name}`" in ROWS[int(name.split("_")[1])]
-
-
-def test_what_is_later_is_refused_now() -> None:
-    """Row 51: a state of integers cannot be asked for, so none can be wrong."""
-    assert CachePolicy.model_json_schema()["properties"]["dtype"]["const"] == "float32"

@@ -15,6 +15,7 @@ from tiny_models import (
     KERNELS,
     SLIDING,
     SPECS,
+    CacheDType,
     agree,
     attention,
     call,
@@ -164,18 +165,20 @@ def test_both_kernels_share_one_set_of_weights() -> None:
 LIMITS = Limits(max_context_length=192, max_prefill_chunk=64)
 # Every length of interest, over four wraps and more, then single tokens across the ring's end, then the maximum.
 CALLS = [7, 1, 8, 2, 9, 1, 1, 20, 1, 40, *[1] * 10, 64]
-EXPORTS: list[tuple[ModelSpec, int]] = [
-    (model(SLIDING, GLOBAL), 0),
-    (SPECS["sinks and experts"], 3),
-    (model(SPECS["short convolution"].layers[2].mixer, attention(8, logit_softcap=2.0), GLOBAL), 0),
+EXPORTS: list[tuple[ModelSpec, int, CacheDType]] = [
+    (model(SLIDING, GLOBAL), 0, "float32"),
+    (SPECS["sinks and experts"], 3, "float32"),
+    (model(SPECS["short convolution"].layers[2].mixer, attention(8, logit_softcap=2.0), GLOBAL), 0, "float32"),
+    (model(SLIDING, GLOBAL), 0, "int8"),
+    (model(SPECS["short convolution"].layers[2].mixer, attention(8, sinks=True), GLOBAL), 3, "int8"),
 ]
 
 
 class Programs:
     """Both exported methods of a decoder and the decoder itself."""
 
-    def __init__(self, spec: ModelSpec, slack: int, kernels: str) -> None:
-        self.kernels, self.decoder = kernels, decoder_of(spec, kernels=kernels, slack=slack)
+    def __init__(self, spec: ModelSpec, slack: int, dtype: CacheDType, kernels: str) -> None:
+        self.kernels, self.decoder = kernels, decoder_of(spec, kernels=kernels, slack=slack, dtype=dtype)
         self.exported = {method: trace(self.decoder, method, LIMITS) for method in METHODS}
         self.modules: dict[str, Any] = {method: program.module() for method, program in self.exported.items()}
 
@@ -183,7 +186,7 @@ class Programs:
 @pytest.fixture(
     scope="module",
     params=[(index, kernels) for index in range(len(EXPORTS)) for kernels in KERNELS],
-    ids=lambda param: f"{('mixed', 'experts and slack', 'convolution')[param[0]]}, {param[1]}",
+    ids=lambda param: f"{('mixed', 'experts and slack', 'convolution', 'int8', 'int8 slack')[param[0]]}, {param[1]}",
 )
 def programs(request: pytest.FixtureRequest) -> Iterator[Programs]:
     index, kernels = request.param

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import toy_manifest
 
@@ -123,14 +123,23 @@ def slow_bytes(layers: list[dict[str, Any]], dtype: str, context: int, *, ring: 
     total = 0
     for layer in layers:
         if "short_conv" in layer:
-            total += (layer["short_conv"]["kernel_size"] - 1) * layer["short_conv"]["channels"] * KEPT[dtype]
+            element = 4 if dtype == "int8" else KEPT[dtype]
+            total += (layer["short_conv"]["kernel_size"] - 1) * layer["short_conv"]["channels"] * element
         for position in range(context):
             if layer["kind"] == "conv" or (ring and position < context - layer.get("window", context)):
                 continue
             for _ in ("key", "value"):
-                total += layer["num_key_value_heads"] * layer["head_dim"] * KEPT[dtype]
+                total += row_bytes(layer, dtype)
         if layer["kind"] == "sliding" and ring:
-            total += slack * 2 * layer["num_key_value_heads"] * layer["head_dim"] * KEPT[dtype]
+            total += slack * 2 * row_bytes(layer, dtype)
+    return total
+
+
+def row_bytes(layer: dict[str, Any], dtype: str) -> int:
+    """Of a token's keys, or of its values: the numbers, and in int8 a float32 scale a head."""
+    total = 0
+    for _ in range(layer["num_key_value_heads"]):
+        total += layer["head_dim"] * KEPT[dtype] + (4 if dtype == "int8" else 0)
     return total
 
 
@@ -146,6 +155,7 @@ runs = st.one_of(
 )
 
 
+@settings(deadline=None)
 @given(
     period=st.lists(runs, min_size=1, max_size=3), more=st.none() | st.integers(0, 8), context=st.integers(1, 60),
     dtype=st.sampled_from(sorted(KEPT)), slack=st.integers(0, 4),
@@ -176,9 +186,11 @@ toys = st.builds(
     toy_manifest,
     st.lists(st.sampled_from(["ring", "full", "conv"]), min_size=1, max_size=5),
     window=st.integers(1, 20), slack=st.integers(0, 4), context=st.integers(2, 100),
+    dtype=st.sampled_from(["float32", "int8"]),
 )  # fmt: skip
 
 
+@settings(deadline=None)
 @given(manifest=toys)
 def test_the_runtime_allocates_the_plan_byte_for_byte(manifest: Any) -> None:
     context = manifest.max_context_length

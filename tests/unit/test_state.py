@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import DTYPES, CacheDType
 from toy import DIM, toy_manifest
 
 from exporter.errors import RuntimeLimitError
@@ -51,6 +52,7 @@ def test_only_full_states_grow_and_their_rows_stay() -> None:
     assert state.growths == []
 
 
+@settings(deadline=None)
 @given(
     window=st.integers(1, 5),
     slack=st.integers(0, 3),
@@ -129,8 +131,9 @@ def test_rewind_past_the_start_is_refused(count: int) -> None:
         state.rewind(count)
 
 
-def test_a_fork_shares_nothing() -> None:
-    state = State(toy_manifest(("ring", "full", "conv")))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_fork_shares_nothing(dtype: CacheDType) -> None:
+    state = State(toy_manifest(("ring", "full", "conv"), dtype=dtype))
     mark(state, 12)
     before = [t.clone() for t in state.tensors]
     fork = state.fork()
@@ -142,9 +145,10 @@ def test_a_fork_shares_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, state.tensors, strict=True))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [0, 5, 30])
-def test_a_saved_state_comes_back(tmp_path: Path, count: int) -> None:
-    manifest = toy_manifest(("ring", "full", "conv"))
+def test_a_saved_state_comes_back(tmp_path: Path, count: int, dtype: CacheDType) -> None:
+    manifest = toy_manifest(("ring", "full", "conv"), dtype=dtype)
     state = State(manifest)
     mark(state, count)
     if count == 30:
@@ -176,15 +180,18 @@ def other_weights(manifest: Manifest) -> Manifest:
     return manifest.model_copy(update={"source": manifest.source.model_copy(update={"files": {"w": "1" * 64}})})
 
 
-@pytest.mark.parametrize("difference", ["window", "weights", "truncated", "missing", "foreign"])
+@pytest.mark.parametrize("difference", ["window", "weights", "cache", "truncated", "missing", "foreign"])
 def test_a_state_of_another_model_or_a_damaged_one_is_refused(tmp_path: Path, difference: str) -> None:
     manifest = toy_manifest(("ring", "full"))
     state = State(manifest)
     mark(state, 20)
     path = tmp_path / "s"
     state.save(path)
-    target = State({"window": toy_manifest(("ring", "full"), window=7), "weights": other_weights(manifest)}.get(
-        difference, manifest))  # fmt: skip
+    others = {
+        "window": toy_manifest(("ring", "full"), window=7), "weights": other_weights(manifest),
+        "cache": toy_manifest(("ring", "full"), dtype="int8"),
+    }  # fmt: skip
+    target = State(others.get(difference, manifest))
     mark(target, 3)
     if difference == "truncated":
         path.write_bytes(path.read_bytes()[:-10])

@@ -9,49 +9,70 @@ Letters: B batch (1), Q query_len, C capacity, H heads, K KV heads, D head_dim.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from executorch.extension.llm.custom_ops import custom_ops  # noqa: F401  registers llama::*
+from executorch.kernels import quantized  # noqa: F401  registers the out variants of quantized_decomposed::*
+from torch.ao.quantization.fx import _decomposed  # noqa: F401  registers quantized_decomposed::*
 
-from exporter.cache import masks, plain
-from exporter.cache.interface import Extras, Rows, check_single_query
+from exporter.cache import masks, plain, storage
+from exporter.cache.interface import Extras, Rows, States, check_single_query
 
 
 class RingKVCache(plain.RingKVCache):
     """`plain.RingKVCache` with in-place row writes."""
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, offset: int) -> None:
+    def update(self, chunk: States, offset: int) -> None:
         """Rows are written in order of position, so where a chunk laps the ring the newest token of a slot stays."""
         start = offset % self.capacity
-        slots = masks.ring_slots(offset, keys.shape[1], self.capacity).view(1, -1)
-        torch.ops.llama.update_cache_with_indices(keys, self.keys, start, slots)
-        torch.ops.llama.update_cache_with_indices(values, self.values, start, slots)
+        slots = masks.ring_slots(offset, chunk[0].shape[1], self.capacity).view(1, -1)
+        for state, rows in zip(self.states, chunk, strict=True):
+            torch.ops.llama.update_cache_with_indices(rows, state, start, slots)
 
-    def update_and_fetch(self, keys: torch.Tensor, values: torch.Tensor, offset: int) -> Rows:
-        check_single_query(keys.shape[1])
+    def update_and_fetch(self, chunk: States, offset: int) -> Rows:
+        check_single_query(chunk[0].shape[1])
         slot = offset % self.capacity
-        torch.ops.llama.update_cache(keys, self.keys, slot)
-        torch.ops.llama.update_cache(values, self.values, slot)
-        return self.keys, self.values
+        for state, row in zip(self.states, chunk, strict=True):
+            torch.ops.llama.update_cache(row, state, slot)
+        return self.storage.decode(self.states)
 
 
 class FullKVCache(plain.FullKVCache):
     """`plain.FullKVCache` with in-place row writes."""
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, offset: int) -> None:
-        torch.ops.llama.update_cache(keys, self.keys, offset)
-        torch.ops.llama.update_cache(values, self.values, offset)
+    def update(self, chunk: States, offset: int) -> None:
+        for state, rows in zip(self.states, chunk, strict=True):
+            torch.ops.llama.update_cache(rows, state, offset)
+
+
+class Int8Rows(storage.Int8Rows):
+    """`storage.Int8Rows`, decoded by one kernel that XNNPACK leaves alone.
+
+    Plain aten's product would go into a delegate, together with whatever else the partitioner finds near it: the
+    encoding of the row that must be written before this very read, for one. The kernel makes a float copy of every row
+    the caller allocated, in memory planned for the longest context. ``llama::custom_quantized_sdpa`` needs none, but it
+    wants the queries in int8 too, which adds 0.6 times the error of rounding keys and values (docs/int8-cache.md).
+    """
+
+    def dequantize(self, integers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        zeros, largest = torch.zeros_like(scales, dtype=torch.int64), storage.LARGEST
+        return torch.ops.quantized_decomposed.dequantize_per_token(
+            integers, scales, zeros, -largest, largest, torch.int8, torch.float32
+        )
 
 
 class ExecutorchKernels(plain.PlainKernels):
     """`CacheKernels` on the ``llama::`` operators; softcaps and sinks, which they lack, take the plain attention."""
 
     name = "executorch"
+    int8_rows = Int8Rows()
 
-    def ring(self, keys: torch.Tensor, values: torch.Tensor, window: int) -> RingKVCache:
-        return RingKVCache(keys, values, window)
+    def ring(self, states: Sequence[torch.Tensor], window: int) -> RingKVCache:
+        return RingKVCache(states, window, self.storage(states))
 
-    def full(self, keys: torch.Tensor, values: torch.Tensor) -> FullKVCache:
-        return FullKVCache(keys, values)
+    def full(self, states: Sequence[torch.Tensor]) -> FullKVCache:
+        return FullKVCache(states, self.storage(states))
 
     def attend_masked(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, extras: Extras

@@ -54,23 +54,35 @@ def _order_writes(graph: Graph) -> None:
 
     A write has no user, so to a graph its place among the readers of the same tensor means nothing, and XNNPACK's
     partitioner has been seen to schedule a ring's read behind it. By construction (`backends.executorch.cache`),
-    `update_cache_with_indices` follows everything that reads its cache and `update_cache` precedes it.
+    `update_cache_with_indices` follows everything that reads its cache and `update_cache` precedes it. With these as
+    dependencies the graph is sorted again; a node moves only where its dependencies make it.
     """
-    order = {node: index for index, node in enumerate(graph.nodes)}
-    for node in list(graph.nodes):
+    needs = {node: list(node.all_input_nodes) for node in graph.nodes}
+    for node in graph.nodes:
         name = str(node.target)
         if not name.startswith("llama.update_cache"):
             continue
         readers = [user for user in node.args[1].users if not str(user.target).startswith("llama.update_cache")]
-        if "with_indices" in name:
-            last = max(readers, key=order.__getitem__, default=None)
-            if last is not None and order[last] > order[node]:
-                last.append(node)
-        else:
-            first = min(readers, key=order.__getitem__, default=None)
-            if first is not None and order[first] < order[node]:
-                assert all(order[source] < order[first] for source in node.all_input_nodes), f"{node} cannot move up"
-                first.prepend(node)
+        for reader in readers:
+            first, then = (reader, node) if "with_indices" in name else (node, reader)
+            needs[then].append(first)
+    order: list[Node] = []
+    done: dict[Node, bool] = {}
+
+    def place(node: Node) -> None:
+        if node not in done:
+            done[node] = False
+            for need in needs[node]:
+                place(need)
+            done[node] = True
+            order.append(node)
+        assert done[node], f"{node} depends on itself: a delegate holds both sides of a write"
+
+    for node in list(graph.nodes):
+        place(node)
+    *body, output = order
+    for node in body:
+        output.prepend(node)
 
 
 def _origin(node: Any) -> Any:

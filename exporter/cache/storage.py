@@ -1,0 +1,68 @@
+"""How a layer's rows are kept in the caller's tensors: as they are, or as int8 with a scale for each row and KV head.
+
+Letters: B batch (1), T rows, K KV heads, D head_dim.
+
+A chunk is encoded once, on its way in; what attention sees of it is what the cache will hold, its own newest rows
+included. So a token's keys and values are the same numbers to every later query and to itself, and how a prompt is cut
+into chunks changes nothing: prefill attends to the decoded chunk, exactly as decode attends to the row it just wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from exporter.cache.interface import Rows, States
+
+LARGEST = 127  # symmetric: -128 is never stored
+
+
+class Storage(Protocol):
+    """Translates between float rows and the tensors of one layer's state."""
+
+    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> States:
+        """Float rows ``[B, T, K, D]`` to one tensor for each of the layer's states, in the order of the plan."""
+        ...
+
+    def decode(self, states: Sequence[torch.Tensor]) -> Rows:
+        """Float keys and values ``[B, T, K, D]`` of as many rows as `states` have."""
+        ...
+
+
+class FloatRows:
+    """States: keys and values ``[B, T, K, D]`` float32, as they are."""
+
+    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> States:
+        return keys, values
+
+    def decode(self, states: Sequence[torch.Tensor]) -> Rows:
+        keys, values = states
+        return keys, values
+
+
+class Int8Rows:
+    """States: keys int8 ``[B, T, K, D]``, their scales float32 ``[B, T, K, 1]``, values and their scales likewise."""
+
+    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> States:
+        return (*quantize_rows(keys), *quantize_rows(values))
+
+    def decode(self, states: Sequence[torch.Tensor]) -> Rows:
+        keys, key_scales, values, value_scales = states
+        return self.dequantize(keys, key_scales), self.dequantize(values, value_scales)
+
+    def dequantize(self, integers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """Integer times scale, float32 ``[B, T, K, D]``."""
+        return integers * scales
+
+
+def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symmetric per row and head: int8 ``[B, T, K, D]`` and float32 scales ``[B, T, K, 1]``, ``max |x| / 127``.
+
+    Nothing is clamped: ``|x| / scale`` exceeds 127 by a rounding at most. A row of zeros gets the smallest normal
+    number as its scale, which divides 0 to 0.
+    """
+    # A float, or lowering would convert the number anew in every call.
+    scales = (rows.abs().amax(-1, keepdim=True) / float(LARGEST)).clamp(min=torch.finfo(torch.float32).tiny)
+    return torch.round(rows / scales).to(torch.int8), scales

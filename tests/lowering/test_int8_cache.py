@@ -1,0 +1,150 @@
+"""A `.pte` over int8 caches against its eager model and the float one."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import CHUNK, CONTEXT, WINDOW
+
+import runtime_ref
+from exporter import pipeline, verify
+from exporter.bundle import read_bundle
+from exporter.cache.plain import PlainKernels
+from exporter.config import load_config
+from exporter.errors import BundleError
+from exporter.graph.contract import MIN_DELEGATED_SHARE
+from exporter.graph.contract_file import ContractFile, LayerForm, ProgramForm
+from exporter.inspection import inspect
+from exporter.progress import Progress
+from exporter.spec import Manifest
+from runtime_ref.session import Session
+
+# Chunks of every kind, over rings of 11 rows, to the end of the context.
+PIECES = [1, 1, 2, 7, 8, 9, 20, CHUNK, 1, 1, 3, 17, 1, 5, 11, 1, 13, 2, 1, 16]
+
+
+def ids_of(count: int) -> list[int]:
+    return random.Random(0).choices(range(256), k=count)
+
+
+def eager_over(manifest: Manifest, bundle: Path) -> Session:
+    source = pipeline.open_source(load_config(bundle.with_suffix(".yaml")))
+    decoder = pipeline.read_decoder(dataclasses.replace(source, states=manifest.states), Progress.silent())
+    return verify.eager_session(manifest, decoder.with_kernels(PlainKernels()))
+
+
+def test_the_bundle_says_what_it_is(int8_cache_bundle: Path) -> None:
+    manifest = read_bundle(int8_cache_bundle).manifest
+    parts = [("keys", "int8", 16), ("key_scales", "float32", 1), ("values", "int8", 16), ("value_scales", "float32", 1)]
+    kinds = [("ring", WINDOW + 3), ("full", 16), ("ring", WINDOW + 3)]
+    assert [(s.name, s.kind, s.rows, s.dtype, s.row_shape) for s in manifest.states] == [
+        (f"layer_{layer}_{role}", kind, rows, dtype, (2, width))
+        for layer, (kind, rows) in enumerate(kinds)
+        for role, dtype, width in parts
+    ]
+    for method in manifest.programs[0].methods.values():
+        assert [t.dtype for t in method.inputs[2:]] == [s.dtype for s in manifest.states]
+        assert list(method.mutates) == [s.name for s in manifest.states]
+    assert manifest.cache.dtype == "int8" and not manifest.quantization.is_quantized
+
+
+def test_every_check_holds_on_the_traced_programs_and_on_the_file(int8_cache_bundle: Path) -> None:
+    recorded = read_bundle(int8_cache_bundle).manifest.graph_checks
+    again = inspect(int8_cache_bundle).lowered
+    assert [c for c in (*recorded, *again) if not c.passed] == []
+    rows = [c.evidence for c in recorded if c.name == "writes_land_on_their_rows"]
+    assert len(rows) == 2 and all(line.startswith("12 states played") for line in rows)
+    for check in again:
+        if check.name == "delegated_share":
+            share = int(check.evidence.rpartition(" ")[2].rstrip("%")) / 100
+            assert MIN_DELEGATED_SHARE[check.program] - 0.1 <= share < MIN_DELEGATED_SHARE[check.program] + 0.1
+
+
+def test_a_bare_file_is_held_to_a_contract_with_int8_layers(int8_cache_bundle: Path) -> None:
+    ring = LayerForm(kind="ring", row_shape=(2, 16), rows=WINDOW + 3, dtype="int8")
+    full = LayerForm(kind="full", row_shape=(2, 16), dtype="int8")
+    form = ProgramForm(
+        max_context_length=CONTEXT, max_prefill_chunk=CHUNK, vocab_size=260, layers=(ring, full, ring)
+    )  # fmt: skip
+    assert inspect(int8_cache_bundle / "model.pte", ContractFile(program=form)).passed
+
+
+def test_the_program_is_its_eager_model_up_to_borderline_roundings(int8_cache_bundle: Path) -> None:
+    """Measured over 14 turns of the rings: KL divergence 1e-6, a hundredth of what int8 itself costs."""
+    manifest = read_bundle(int8_cache_bundle).manifest
+    session, eager = runtime_ref.load(int8_cache_bundle), eager_over(manifest, int8_cache_bundle)
+    original = eager_over(manifest.with_float_caches(), int8_cache_bundle)
+    assert sum(PIECES) == CONTEXT
+    ours, floats, baseline = verify.compare_with_eager(session, eager, original, ids_of(CONTEXT), PIECES)
+    print(ours, floats, baseline)
+    assert 0 < baseline.mean_kl_divergence < 1e-4
+    assert ours.mean_kl_divergence < 0.2 * baseline.mean_kl_divergence
+    assert floats.mean_kl_divergence < 1.5 * baseline.mean_kl_divergence
+    assert ours.max_state_difference is not None and floats.max_state_difference is not None
+
+
+def test_the_first_rows_are_eagers_to_the_bit(int8_cache_bundle: Path) -> None:
+    """Layer 0 hears no earlier layer: its integers are those of eager wherever no value is borderline."""
+    session = runtime_ref.load(int8_cache_bundle)
+    eager = eager_over(session.manifest, int8_cache_bundle)
+    start = 0
+    for piece in PIECES:
+        part = ids_of(CONTEXT)[start : start + piece]
+        start += piece
+        session.prefill(part, piece)
+        eager.prefill(part, piece)
+        for ours, theirs in zip(session.state.tensors[:4], eager.state.tensors[:4], strict=True):
+            if ours.dtype == torch.int8:
+                difference = (ours.int() - theirs.int()).abs()
+                assert difference.max() <= 1 and difference.count_nonzero() <= 2
+            else:
+                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
+
+
+def test_the_export_recorded_what_int8_costs(int8_cache_bundle: Path) -> None:
+    recorded = {c.reference: c for c in read_bundle(int8_cache_bundle).manifest.verification}
+    assert set(recorded) == {verify.EAGER, verify.FLOAT, verify.BASELINE}
+    assert 0 < recorded[verify.BASELINE].mean_kl_divergence < 1e-4
+    (again,) = pipeline.verify_bundle(int8_cache_bundle, None, Progress.silent())
+    assert again.reference == verify.RECORDED and again.mean_kl_divergence > 0
+
+
+def test_verification_refuses_a_config_with_another_cache(int8_cache_bundle: Path) -> None:
+    config = load_config(int8_cache_bundle.with_suffix(".yaml"), {"cache.dtype": "float32"})
+    with pytest.raises(BundleError, match=r"cache\.dtype float32 in the config; expected int8"):
+        pipeline.verify_bundle(int8_cache_bundle, config, Progress.silent())
+
+
+def test_what_was_never_written_is_never_read(int8_cache_bundle: Path) -> None:
+    """NaN for every scale of a fresh state, and integers that no row holds."""
+    clean, poisoned = runtime_ref.load(int8_cache_bundle), runtime_ref.load(int8_cache_bundle)
+    for session in (clean, poisoned):
+        session.state.ensure_rows(60)
+    for tensor in poisoned.state.tensors:
+        tensor.fill_(-128 if tensor.dtype == torch.int8 else torch.nan)
+    ids, start = ids_of(60), 0
+    for size in (1, 1, 2, 3, 1, 20, 1, 30, 1):
+        part = ids[start : start + size]
+        start += size
+        ours, theirs = poisoned.prefill(part, size), clean.prefill(part, size)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-2)  # a borderline integer at most
+        assert torch.isfinite(ours).all()
+
+
+def test_a_conversation_rewinds_forks_and_is_saved(int8_cache_bundle: Path, tmp_path: Path) -> None:
+    session = runtime_ref.load(int8_cache_bundle)
+    session.prefill(ids_of(50), 20)
+    session.save(tmp_path / "talk")
+    fork, loaded = session.fork(), runtime_ref.load(int8_cache_bundle)
+    loaded.load_state(tmp_path / "talk")
+    expected = [session.decode(token) for token in (1, 2, 3, 4)]
+    rewound = session.fork()
+    rewound.rewind(2)
+    for other, tail in ((fork, (1, 2, 3, 4)), (loaded, (1, 2, 3, 4)), (rewound, (3, 4))):
+        for token, want in zip(tail, expected[-len(tail) :], strict=True):
+            torch.testing.assert_close(other.decode(token), want, rtol=0, atol=1e-5)
+    assert sum(t.nbytes for t in session.state.tensors) == sum(k.allocated_bytes for k in session.state.memory())
