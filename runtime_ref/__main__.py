@@ -58,6 +58,7 @@ def generate(
     tokenizer = Tokenizer(opened)
     ids = tokenizer.encode_chat([{"role": "user", "content": prompt}]) if chat else tokenizer.encode(prompt)
     session = Session(opened.manifest, load_programs(opened))
+    typer.echo(session.state.report(), err=True)
     generation = Generation(session, tokenizer, ids, sampler=sampler, max_new_tokens=max_new_tokens, chunk=chunk)
     for text in generation:
         typer.echo(text, nl=False)

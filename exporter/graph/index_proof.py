@@ -218,6 +218,8 @@ class Player:
         if self.lengths.query_len == 1 and self._query == 1:
             return positions.expand(sizes).clone()
         axes = [axis for axis, n in enumerate(shape) if expression(n) == self._query]
+        if 1 in axes:  # where rows stand by convention; a Q fixed at 2 may equal the number of KV heads too
+            axes = [1]
         if len(axes) != 1:
             raise NotPlayable(f"{node.name} has no single axis of Q rows: {tuple(shape)}")
         return positions.view([-1 if axis == axes[0] else 1 for axis in range(len(sizes))]).expand(sizes).clone()

@@ -68,6 +68,7 @@ def test_generate_streams_the_text_of_the_model(bundle: Path, capsys: pytest.Cap
     assert out.rstrip("\n") == greedy(bundle, ids, 20).rstrip("\ufffd\n")
     assert "20 tokens, ended by 20 new tokens | prefill 16 tokens, " in err
     assert "tokens/s" in err
+    assert "[kv] 0 tokens | sliding 1 x 8 rows" in err  # at load
     assert "[kv] 35 tokens | sliding 1 x 8 rows" in err
 
 

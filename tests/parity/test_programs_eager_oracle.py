@@ -27,6 +27,7 @@ from tiny_models import (
     token_ids,
 )
 
+from exporter.graph import ProgramContract, check_exported, refuse_failed
 from exporter.model.decoder import Decoder, parameter_shapes
 from exporter.programs import METHODS, Limits, method_spec, trace
 from exporter.spec import ModelSpec
@@ -243,7 +244,12 @@ def test_the_smallest_contexts_and_chunks_can_be_traced(context: int, chunk: int
     decoder, ids = decoder_of(model(SLIDING, GLOBAL), context=context), token_ids(context)
     limits = Limits(max_context_length=context, max_prefill_chunk=chunk)
     expected = oracle_logits(decoder.spec, dict(decoder.named_parameters()), ids)
-    prefill, main = (trace(decoder, method, limits).module() for method in METHODS)
+    programs = {method: trace(decoder, method, limits) for method in METHODS}
+    for method, program in programs.items():  # a Q fixed at 2 equals the number of KV heads here
+        interface = method_spec(decoder, method, limits)
+        contract = ProgramContract(method=method, interface=interface, states=decoder.states)
+        refuse_failed(check_exported(program, contract))
+    prefill, main = (program.module() for program in programs.values())
     states, length = states_of(decoder, NAN), min(chunk, context)
     assert_logits({length - 1: call(prefill, ids[:length], 0, states)}, expected)
     states = states_of(decoder, NAN)
