@@ -169,6 +169,20 @@ def test_global_layers_grow_by_the_named_policy_and_rings_never(slack_bundle: Pa
     assert sorted(set(rows)) == [16, 24, 36, 54]
 
 
+@pytest.mark.parametrize("name", FLOAT_BUNDLES)
+def test_growing_changes_no_bit(request: pytest.FixtureRequest, name: str) -> None:
+    """Global layers that start small and grow, beside the whole context allocated at once."""
+    bundle = request.getfixturevalue(name)
+    growing, whole = runtime_ref.load(bundle), runtime_ref.load(bundle)
+    whole.state.ensure_rows(CONTEXT)
+    for token in random_ids(80):
+        assert torch.equal(growing.decode(token), whole.decode(token))
+    assert growing.state.growths and growing.state.tensors[2].shape[1] < CONTEXT == whole.state.tensors[2].shape[1]
+    for spec, ours, theirs in zip(growing.manifest.states, growing.state.tensors, whole.state.tensors, strict=True):
+        rows = min(80, ours.shape[1])
+        assert torch.equal(ours[:, :rows], theirs[:, :rows]), spec.name
+
+
 def test_a_program_with_other_weights_is_refused(
     tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
