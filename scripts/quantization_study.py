@@ -18,7 +18,7 @@ from exporter.config import load_config
 from exporter.english import english_ids
 from exporter.model.decoder import Decoder
 from exporter.progress import Progress
-from exporter.quantization import quantize
+from exporter.quantization import grids, quantize
 from exporter.quiet import quieten_libraries
 from exporter.spec import QuantizationSpec, StateSpec
 from exporter.tokenizer import write_tokenizer
@@ -62,6 +62,14 @@ def nll(decoder: Decoder, states: tuple[StateSpec, ...], ids: torch.Tensor) -> f
     return total / (TOKENS - 1)
 
 
+def round_weights(decoder: Decoder) -> None:
+    """Put every linear's weights on the int8 grid and leave activations alone."""
+    for name, module in decoder.named_modules():
+        if isinstance(module, torch.nn.Linear) and name.startswith("layers."):
+            codes, scales = grids.int8_per_row(module.weight)
+            module.weight = torch.nn.Parameter(codes * scales[:, None], requires_grad=False)
+
+
 def main(model: Annotated[Path, typer.Argument(help="The YAML of an export.")]) -> None:
     """Print a row of the table for every variant."""
     quieten_libraries()
@@ -72,6 +80,10 @@ def main(model: Annotated[Path, typer.Argument(help="The YAML of an export.")]) 
     original = pipeline.read_decoder(source, Progress.silent()).with_kernels(PlainKernels())
     base = nll(original, source.states, ids)
     print(f"| float32 | {base:.4f} | |")
+    rounded = original.with_kernels(PlainKernels())
+    round_weights(rounded)
+    value = nll(rounded, source.states, ids)
+    print(f"| int8 linears, activations float | {value:.4f} | {value - base:+.4f} |", flush=True)
     for name, spec in variants(len(source.checkpoint.spec.layers)).items():
         decoder = original.with_kernels(PlainKernels())
         quantize(decoder, spec)
