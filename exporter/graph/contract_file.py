@@ -80,6 +80,14 @@ class ProgramForm(_Part):
         return tuple(found)
 
 
+LIMIT_CHECKS = {
+    "min_delegated_share": "delegated_share", "max_planned_bytes": "planned_bytes", "max_file_bytes": "file_bytes",
+    "max_duplicate_share": "weights_stored_once", "runtime": "operators_in_registry",
+    "allowed_operators": "operators_in_registry",
+}  # fmt: skip
+"""Which check reads which limit of a contract."""
+
+
 class ContractFile(_Part):
     """A contract.
 
@@ -118,6 +126,17 @@ class ContractFile(_Part):
     def _one_registry(self) -> ContractFile:
         if self.runtime is not None and self.allowed_operators is not None:
             raise ValueError("at most one of runtime and allowed_operators")
+        return self
+
+    @model_validator(mode="after")
+    def _limits_are_checked(self) -> ContractFile:
+        idle = [
+            f"{key} needs the check {check}"
+            for key, check in LIMIT_CHECKS.items()
+            if key in self.model_fields_set and self.checks is not None and check not in self.checks
+        ]
+        if idle:
+            raise ValueError(f"no limit that nothing checks: {'; '.join(idle)}")
         return self
 
     @property

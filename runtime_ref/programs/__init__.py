@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from exporter.bundle import Bundle
-from exporter.errors import BundleError
+from exporter.errors import BundleError, RuntimeLimitError
 
 
 class Program(Protocol):
@@ -30,11 +30,25 @@ class Program(Protocol):
 
 
 def check_call(method: str, input_ids: Tensor, position_ids: Tensor) -> None:
-    """The calling convention, kept for every format: `main` writes before it reads and is wrong for Q > 1."""
+    """The calling convention, kept for every format.
+
+    Raises:
+        RuntimeLimitError: a chunk for `main`, which writes its rings before it reads them and would lose keys of the
+            chunk's first queries, or a single token for `prefill`.
+    """
     query_len, seq_len = input_ids.shape[1], position_ids.shape[1]
     assert method in ("prefill", "main"), f"unknown method {method}"
-    assert query_len == 1 if method == "main" else query_len >= 2, f"{method} was called with {query_len} tokens"
     assert seq_len >= query_len, f"{seq_len} tokens after a call with {query_len}"
+    if (query_len == 1) != (method == "main"):
+        one = method == "main"
+        raise RuntimeLimitError(
+            f"program {method}",
+            got=f"{query_len} token{'' if query_len == 1 else 's'}",
+            expected="exactly 1" if one else "2 or more",
+            repair="Run chunks through `prefill`, which reads before it writes."
+            if one
+            else "Run single tokens through `main`.",
+        )
 
 
 def load_programs(bundle: Bundle) -> Program:

@@ -18,7 +18,7 @@ from exporter.backends.executorch.share import share_equal_bytes
 from exporter.bundle import read_bundle
 from exporter.cache.plain import PlainKernels
 from exporter.config import load_config
-from exporter.errors import VerificationError
+from exporter.errors import RuntimeLimitError, VerificationError
 from exporter.graph import read_pte, stored_weights
 from exporter.model.mlp import gelu_tanh
 from exporter.progress import Progress
@@ -96,7 +96,7 @@ def test_the_program_of_main_refuses_a_chunk_and_prefill_a_single_token(tiny_bun
     session = runtime_ref.load(tiny_bundle)
     positions = torch.arange(5)[None]
     for method, count in (("main", 2), ("prefill", 1)):
-        with pytest.raises(Exception, match=r"main|prefill"):
+        with pytest.raises(RuntimeLimitError, match="through `(prefill|main)`"):
             session.program.run(method, torch.zeros(1, count, dtype=torch.int64), positions, session.state.tensors)
 
 
