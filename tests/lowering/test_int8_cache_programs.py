@@ -49,6 +49,7 @@ def test_the_bundle_says_what_it_is(int8_cache_bundle: Path) -> None:
     for method in manifest.programs[0].methods.values():
         assert [t.dtype for t in method.inputs[2:]] == [s.dtype for s in manifest.states]
         assert list(method.mutates) == [s.name for s in manifest.states]
+    assert "quantized_decomposed::dequantize_per_token.out" in manifest.programs[0].operators
     assert manifest.cache.dtype == "int8" and not manifest.quantization.is_quantized
 
 

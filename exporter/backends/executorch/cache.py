@@ -49,10 +49,11 @@ class FullKVCache(plain.FullKVCache):
 class Int8Rows(storage.Int8Rows):
     """`storage.Int8Rows`, decoded by one kernel that XNNPACK leaves alone.
 
-    Plain aten's product would go into a delegate, together with whatever else the partitioner finds near it: the
-    encoding of the row that must be written before this very read, for one. The kernel makes a float copy of every row
-    the caller allocated, in memory planned for the longest context. ``llama::custom_quantized_sdpa`` needs none, but it
-    wants the queries in int8 too, which adds 0.6 times the error of rounding keys and values (docs/int8-cache.md).
+    Plain aten's product becomes two steps: a conversion, which copies the whole state (the graph contract refuses it),
+    and a product, which the partitioner has been seen to put into one delegate with the encoding of a row, perhaps the
+    very row that must be written before this read. The kernel makes a float copy of every row the caller allocated, in
+    memory planned for the longest context. ``llama::custom_quantized_sdpa`` needs none, but it wants the queries in
+    int8 too, which adds 0.6 times the error of rounding keys and values (docs/int8-cache.md).
     """
 
     def dequantize(self, integers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
