@@ -96,7 +96,7 @@ def test_the_program_of_main_refuses_a_chunk_and_prefill_a_single_token(tiny_bun
     session = runtime_ref.load(tiny_bundle)
     positions = torch.arange(5)[None]
     for method, count in (("main", 2), ("prefill", 1)):
-        with pytest.raises(RuntimeLimitError, match="through `(prefill|main)`"):
+        with pytest.raises(RuntimeLimitError, match=r"through `(prefill|main)`"):
             session.program.run(method, torch.zeros(1, count, dtype=torch.int64), positions, session.state.tensors)
 
 

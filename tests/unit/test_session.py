@@ -213,9 +213,9 @@ def test_prefill_and_main_refuse_each_others_lengths() -> None:
     manifest = toy_manifest(MIXED)
     program, states = toy_program(manifest), Session(manifest, toy_program(manifest)).state.tensors
     two, one = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
-    with pytest.raises(RuntimeLimitError, match="program main: got 2 tokens; expected exactly 1. .*`prefill`"):
+    with pytest.raises(RuntimeLimitError, match=r"program main: got 2 tokens; expected exactly 1. .*`prefill`"):
         program.run("main", two, two, states)
-    with pytest.raises(RuntimeLimitError, match="program prefill: got 1 token; expected 2 or more. .*`main`"):
+    with pytest.raises(RuntimeLimitError, match=r"program prefill: got 1 token; expected 2 or more. .*`main`"):
         program.run("prefill", one, two, states)
     with pytest.raises(AssertionError, match="1 tokens after a call with 2"):
         program.run("prefill", two, one, states)
