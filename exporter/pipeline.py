@@ -12,11 +12,10 @@ from torch.export import ExportedProgram
 
 from exporter import verify
 from exporter.backends.executorch import ExecutorchKernels, lower
-from exporter.bundle import Bundle, BundleWriter, write_bundle
+from exporter.bundle import Bundle, BundleWriter, read_bundle, write_bundle
 from exporter.cache.plain import PlainKernels
 from exporter.checkpoint import Checkpoint, open_checkpoint
 from exporter.config import ExportConfig, resolve
-from exporter.english import english_ids
 from exporter.graph import (
     ProgramContract,
     check_exported,
@@ -192,9 +191,10 @@ def verify_staged(
     """
     eager, original = eager_sessions(manifest, decoder, source, progress)
     with progress.step("verify against eager") as detail:
-        session = verify.open_session(Bundle(writer.path, manifest))
+        bundle = Bundle(writer.path, manifest)
+        session = verify.open_session(bundle)
         pieces = verify.schedule(manifest)
-        ids = english_ids(writer.path / "tokenizer" / "tokenizer.json", manifest.tokenizer, sum(pieces))
+        ids = verify.bundle_ids(bundle, sum(pieces))
         comparisons = verify.compare_with_eager(session, eager, original, ids, pieces)
         verify.judge(comparisons, manifest, verify.baseline_divergence(comparisons))
         verify.write_reference(writer.path / verify.REFERENCE_FILE, original, ids, pieces)
@@ -210,7 +210,8 @@ def verify_bundle(path: Path, config: ExportConfig | None, progress: Progress) -
         VerificationError: a comparison is out of bounds.
     """
     with progress.step("open bundle"):
-        bundle, session = verify.read_for_verification(path)
+        bundle = read_bundle(path)
+        session = verify.open_session(bundle)
     manifest = bundle.manifest
     with progress.step("against what was recorded"):
         comparisons = [verify.compare_with_recorded(session, path / verify.REFERENCE_FILE)]

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from exporter.bundle import Bundle, read_bundle
+from exporter.bundle import Bundle
 from exporter.english import english_ids
 from exporter.errors import BundleError, VerificationError
 from exporter.model.decoder import Decoder
@@ -289,8 +289,3 @@ def open_session(bundle: Bundle) -> Session:
 def bundle_ids(bundle: Bundle, count: int) -> list[int]:
     """English token ids for a bundle, by its own tokenizer."""
     return english_ids(bundle.path / "tokenizer" / "tokenizer.json", bundle.manifest.tokenizer, count)
-
-
-def read_for_verification(path: Path) -> tuple[Bundle, Session]:
-    bundle = read_bundle(path)
-    return bundle, open_session(bundle)
