@@ -13,7 +13,7 @@ from exporter.graph import ProgramContract, check_lowered, read_pte, runtime_reg
 from exporter.graph.contract import EXPORTED_CHECKS
 from exporter.graph.contract_file import ContractFile, ProgramForm
 from exporter.programs import METHODS, Limits, interface
-from exporter.spec import CheckResult, Manifest, MethodSpec
+from exporter.spec import CheckResult, Manifest, ProgramSpec
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _inspect_bundle(path: Path, contract: ContractFile | None) -> Inspection:
         operators = frozenset(program.operators) if contract is None else contract.operators(*runtime_registry())
         checks, found = _check_file(
             bundle.path / program.file,
-            _contracts(manifest, program.methods, contract),
+            _contracts(program, contract),
             operators,
             contract or ContractFile(),
         )
@@ -113,12 +113,10 @@ def _exported(recorded: Iterable[CheckResult]) -> list[CheckResult]:
     return list(first.values())
 
 
-def _contracts(
-    manifest: Manifest, methods: Mapping[str, MethodSpec], contract: ContractFile | None
-) -> list[ProgramContract]:
+def _contracts(program: ProgramSpec, contract: ContractFile | None) -> list[ProgramContract]:
     if contract is not None and contract.program is not None:
         return _contracts_of_form(contract.program)
-    return [ProgramContract(name, interface, manifest.states) for name, interface in methods.items()]
+    return [ProgramContract(name, interface, program.states) for name, interface in program.methods.items()]
 
 
 def _contracts_of_form(form: ProgramForm) -> list[ProgramContract]:

@@ -68,7 +68,7 @@ class ProgramForm(_Part):
             if form.kind == "conv":
                 found.append(
                     StateSpec(
-                        name=state_name(index, "inputs"), layer=index, kind="conv", role="inputs", rows=rows,
+                        name=state_name(index, "inputs"), layers=(index,), kind="conv", role="inputs", rows=rows,
                         max_rows=rows, window=None, row_shape=form.row_shape, dtype=form.dtype,
                     )
                 )  # fmt: skip
