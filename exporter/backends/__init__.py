@@ -6,13 +6,15 @@ A back end is imported when a config asks for it: its libraries take seconds to 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from exporter.cache.interface import CacheKernels
+from exporter.describe import FileDescription
+from exporter.graph.contract import ProgramContract
 from exporter.model.decoder import Decoder
 from exporter.programs import Limits
 from exporter.progress import Detail
@@ -57,7 +59,30 @@ class Backend(Protocol):
         ...
 
 
+class SelfDescribing(Backend, Protocol):
+    """A back end whose files say by themselves what they are; a `.pte` needs a manifest beside it."""
+
+    def check_file(self, path: Path, contracts: Sequence[ProgramContract]) -> list[CheckResult]:
+        """The graph checks on the program at `path`, one contract a method.
+
+        Raises:
+            BundleError: the program cannot be read.
+            GraphContractError: it is none with these methods and inputs.
+        """
+        ...
+
+    def describe(self, path: Path) -> FileDescription:
+        """What the program at `path` says of itself. Raises BundleError when it cannot be read."""
+        ...
+
+
 def backend(format: Format) -> Backend:
     """The package of `format`."""
+    module: Any = importlib.import_module(f"exporter.backends.{format}")
+    return module
+
+
+def self_describing(format: Literal["coreml", "coreai"]) -> SelfDescribing:
+    """The package of one of the formats that are."""
     module: Any = importlib.import_module(f"exporter.backends.{format}")
     return module

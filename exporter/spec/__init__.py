@@ -44,6 +44,7 @@ from exporter.spec.states import (
     StateRole,
     StateSpec,
     cache_states,
+    stacked,
     state_name,
     state_specs,
 )
@@ -83,6 +84,7 @@ __all__ = [
     "TensorSpec",
     "TokenizerSpec",
     "cache_states",
+    "stacked",
     "state_name",
     "state_specs",
 ]

@@ -153,10 +153,10 @@ def state_specs(
         )  # fmt: skip
     if layout == "static":
         return tuple(state.model_copy(update={"static": True}) for state in states)
-    return _stacked(states) if layout == "stacked" else tuple(states)
+    return stacked(states) if layout == "stacked" else tuple(states)
 
 
-def _stacked(states: Sequence[StateSpec]) -> tuple[StateSpec, ...]:
+def stacked(states: Sequence[StateSpec]) -> tuple[StateSpec, ...]:
     """`states` of equal kind and role as one, in the order of `STACKED_NAMES`."""
     stacks = []
     for (kind, role), name in STACKED_NAMES.items():
