@@ -193,8 +193,8 @@ means {int4}.
 
 ## Against Transformers
 
-{effort.tokens} tokens of prompt in chunks (1: every token through `main`), then {effort.greedy} greedy tokens of the reference,
-one by one. Positions are those whose logits a program produced; differences are of logits.
+{effort.tokens} tokens of prompt in chunks (1: every token through `main`), then {effort.greedy} greedy tokens of the
+reference, one by one. Positions are those whose logits a program produced; differences are of logits.
 
 {table(("model", "weights", "chunk", "positions", "max", "mean", "greedy", "argmax"), parity)}
 
