@@ -87,7 +87,8 @@ def check_traced(
     """
     results = []
     for method, contract in contracts.items():
-        flow = flow_of(programs[method], contract.input_names)
+        # Where writes go is shown on the asset: through stacks, every node is on the way from a state to itself.
+        flow = flow_of(programs[method], contract.input_names, positions=False)
         results.append(dynamic_ranges(programs[method], flow, Trace(flow), contract))
         results.append(finite_constants(programs[method], flow, contract))
     refuse_failed(results)

@@ -17,7 +17,7 @@ from torch.export import ExportedProgram
 from exporter.backends.coreai.library import library
 from exporter.backends.coreai.weights import Weights, store
 from exporter.errors import UnsupportedModelError
-from exporter.programs import METHODS, Method
+from exporter.programs import Method
 from exporter.spec import MethodSpec
 
 
@@ -32,7 +32,7 @@ def convert(
     """
     coreai_torch = library("coreai_torch")
     converter = coreai_torch.TorchConverter(mode=coreai_torch.TorchConverter.Mode.RELEASE)
-    for method in METHODS:
+    for method in programs:
         program = without_assertions(programs[method].run_decompositions(coreai_torch.get_decomp_table()))
         names = [tensor.name for tensor in interfaces[method].inputs]
         try:

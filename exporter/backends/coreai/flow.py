@@ -19,7 +19,11 @@ from exporter.backends.coreai.program import Function, Operation
 from exporter.graph.flow import Flow, Step, Value
 from exporter.spec import StateSpec
 
-_GATHERS = frozenset({"coreai.gather_along_axis", "coreai.gather_nd", "coreai.slice", "coreai.slice_update"})
+_SELECTIONS = frozenset(
+    {"coreai.gather_along_axis", "coreai.gather_nd", "coreai.slice", "coreai.slice_update", "coreai.where",
+     "coreai.decomposable.broadcasting_where"}
+)  # fmt: skip
+"""Operators with operands of integers or booleans that choose elements of another."""
 
 
 def layer_states(states: Iterable[StateSpec]) -> tuple[StateSpec, ...]:
@@ -205,7 +209,7 @@ class _Reader:
         return self._first(producer.operands[1]) if producer.name == "coreai.concat" else None
 
     def _gathered(self, update: int, state: str, layer: int) -> list[Value]:
-        """The indices of every gather on the way from a layer's own old rows to `update`."""
+        """The indices and conditions of every selection on the way from a layer's own old rows to `update`."""
         carrying = carried(self.function, self.result, state, layer)
         found: list[Value] = []
         open_values, seen = [update], {update}
@@ -213,8 +217,8 @@ class _Reader:
             producer = self.function.producers.get(open_values.pop())
             if producer is None or not carrying & set(producer.results):
                 continue
-            if producer.name in _GATHERS:
-                kinds = ((v, self.function.types.get(v)) for v in producer.operands[1:])
+            if producer.name in _SELECTIONS:
+                kinds = ((v, self.function.types.get(v)) for v in producer.operands)
                 found += [v for v, kind in kinds if kind is not None and kind.is_integer]
             open_values += [v for v in producer.operands if v not in seen]
             seen.update(producer.operands)
