@@ -62,8 +62,7 @@ def toy_manifest(
     policy = CachePolicy(dtype=dtype, ring_slack=slack, initial_rows=4)
     method = MethodSpec(inputs=(), outputs=(), dims={}, mutates=())
     return Manifest(
-        name="toy", created="2026-01-01T00:00:00Z", model=model, states=state_specs(model, policy, context),
-        cache=policy,
+        name="toy", created="2026-01-01T00:00:00Z", model=model, cache=policy,
         max_context_length=context, max_prefill_chunk=chunk, dtype="float32", quantization=QuantizationSpec(),
         source=SourceSpec(kind="safetensors", name="toy", license=None, files={"model.safetensors": "0" * 64}),
         tokenizer=TokenizerSpec(
@@ -71,7 +70,8 @@ def toy_manifest(
         ),
         programs=(
             ProgramSpec(
-                format="executorch", file="model.pte", methods={"prefill": method, "main": method},
+                format="executorch", file="model.pte", weights="float32",
+                states=state_specs(model, policy, context), methods={"prefill": method, "main": method},
                 runtime="executorch 0", operators=(),
             ),
         ),
