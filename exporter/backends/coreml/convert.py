@@ -63,20 +63,29 @@ def merge(functions: Mapping[Method, Program]) -> Program:
     return merged
 
 
-def share_memory(program: Program) -> int:
-    """Give constants over the same memory one id, by which the writer stores them once; returns how many are shared."""
+def memory_of(value: np.ndarray) -> tuple[Any, ...]:
+    """What two arrays over the same memory have in common."""
+    return (value.__array_interface__["data"][0], value.shape, value.dtype.str)
+
+
+SMALL = 2**16
+"""Bytes up to which constants are compared by content: the zeros that every linear adds, tables of angles."""
+
+
+def share_memory(program: Program) -> None:
+    """Give equal constants one id, by which the writer stores them once: large ones over the same memory, small ones of
+    the same content."""
     places: dict[tuple[Any, ...], list[Any]] = {}
     for function in program.functions.values():
         for op in function.operations:
-            if op.op_type == "const" and isinstance(op.outputs[0].val, np.ndarray) and op.outputs[0].val.size >= 10:
-                value = op.outputs[0].val
-                key = (value.__array_interface__["data"][0], value.shape, value.dtype.str)
-                places.setdefault(key, []).append(op)
-    shared = [ops for ops in places.values() if len(ops) > 1]
-    for index, ops in enumerate(shared):
+            value = op.outputs[0].val if op.op_type == "const" else None
+            if isinstance(value, np.ndarray) and value.size > 1:
+                same = value.tobytes() if value.nbytes <= SMALL else None
+                place = memory_of(value) if same is None else (same, value.shape, str(op.outputs[0].dtype))
+                places.setdefault(place, []).append(op)
+    for index, ops in enumerate(ops for ops in places.values() if len(ops) > 1):
         for op in ops:
             op.weight_id = f"shared_{index}"
-    return len(shared)
 
 
 def save(program: Program, path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch.export import Dim, ExportedProgram
 
 from exporter.model.decoder import Decoder
-from exporter.programs import Limits, Method
+from exporter.programs import Method
 from exporter.spec import MethodSpec
 
 
@@ -51,10 +51,3 @@ def trace_stateful(decoder: Decoder, method: Method, interface: MethodSpec) -> E
             strict=False,
             prefer_deferred_runtime_asserts_over_guards=True,
         )
-
-
-def limits_of(interface: MethodSpec) -> Limits:
-    """The limits an interface declares."""
-    return Limits(
-        max_context_length=interface.dims["seq_len"][1], max_prefill_chunk=interface.dims.get("query_len", (1, 1))[1]
-    )
