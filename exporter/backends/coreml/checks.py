@@ -1,20 +1,18 @@
 """The graph contract of a saved package, held to the operators in its file.
 
-Letters: Q query_len, S seq_len, C capacity of a ring, V vocab_size.
+Letters: Q query_len, S seq_len.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from exporter.backends.coreml.checks_values import exact_index_arithmetic, finite_constants, last_token_logits_only
-from exporter.backends.coreml.lengths import Lengths, NotComputable
-from exporter.backends.coreml.mil_flow import flow_of, producers
-from exporter.backends.coreml.package import Function, Operation, Package, Typed
+from exporter.backends.coreml.checks_writes import write_index_is_definition
+from exporter.backends.coreml.mil_flow import flow_of
+from exporter.backends.coreml.package import Function, Package, Typed
 from exporter.errors import GraphContractError
 from exporter.graph.checks_flow import (
     conv_order,
@@ -24,10 +22,8 @@ from exporter.graph.checks_flow import (
     write_index_from_shapes,
 )
 from exporter.graph.contract import DEFAULT_LIMITS, FileLimits, ProgramContract, summary
-from exporter.graph.index_proof import Lengths as Call
-from exporter.graph.index_proof import sample_lengths
 from exporter.graph.provenance import Trace
-from exporter.spec import CheckResult, StateSpec
+from exporter.spec import CheckResult
 
 _ROWS = frozenset({"slice_update", "slice_by_index"})
 MOST_READS = 2
@@ -92,83 +88,6 @@ def states_as_declared(package: Package, function: Function, contract: ProgramCo
     return contract.result("states_as_declared", problems, f"{len(want)} states, float16, every shape fixed")
 
 
-def write_index_is_definition(package: Package, function: Function, contract: ProgramContract) -> CheckResult:
-    """Computed for sampled lengths, every write covers the rows the definition says.
-
-    A slice starts at ``(S - Q) mod C`` in a ring and S - Q in a full state, and is Q rows long. A ring rewritten by a
-    gather over itself and the chunk takes the chunk's newest token for each slot, and itself elsewhere.
-    """
-    calls = sample_lengths(contract)
-    problems, slices, gathers = [], 0, 0
-    states = {state.name: state for state in contract.states if state.kind != "conv"}
-    writes = [(states[op.inputs["input"][0]], op.inputs["data"][0]) for op in function.operations
-              if op.type == "write_state" and op.inputs["input"][0] in states]  # fmt: skip
-    made = producers(function)
-    for state, data in writes:
-        operation = made.get(data)
-        slices += operation is not None and operation.type == "slice_update"
-        gathers += operation is not None and operation.type == "gather"
-        problems += next(iter(_wrong_rows(package, function, contract, state, operation, calls)), [])
-    evidence = f"{slices} slices and {gathers} gathers computed for {len(calls)} pairs of lengths"
-    return contract.result("write_index_is_definition", problems, evidence)
-
-
-def _wrong_rows(
-    package: Package, function: Function, contract: ProgramContract, state: StateSpec, operation: Operation | None,
-    calls: Sequence[Call],
-) -> Iterator[list[str]]:  # fmt: skip
-    if operation is None or operation.type not in {"slice_update", "gather"}:
-        yield [f"{state.name} is written from {operation.type if operation else 'no operator'}"]
-        return
-    source = producers(function).get(operation.inputs["x"][0])
-    held = source.inputs["values"][0] if source is not None and source.type == "concat" else operation.inputs["x"][0]
-    read = producers(function).get(held)
-    if read is None or read.type != "read_state" or read.inputs["input"] != (state.name,):
-        yield [f"{state.name} is written over something else: {held}"]
-        return
-    for call in calls:
-        sizes = dict(zip(function.inputs, ((1, call.query_len), (1, call.seq_len)), strict=True))
-        own = Lengths(package, function, sizes)
-        where = f"{state.name} at Q={call.query_len} S={call.seq_len}"
-        try:
-            if operation.type == "slice_update":
-                got = (own.one(operation, "begin").tolist(), own.one(operation, "end").tolist())
-                start = call.offset % state.rows if state.kind == "ring" else call.offset
-                shape = state.shape()
-                begin = [0, start, *(0 for _ in shape[2:])]
-                end = [shape[0], start + call.query_len, *shape[2:]]
-                masked = _ends_masked(package, function, operation)
-                bad = got[0] != begin or any(not m and g != w for m, g, w in zip(masked, got[1], end, strict=True))
-                if bad:
-                    yield [f"{where}: rows {got[0][1]} to {got[1][1]}, expected {start} to {start + call.query_len}"]
-                    return
-            else:
-                taken = own.one(operation, "indices")
-                want = ring_sources(state.rows, call.query_len, call.seq_len)
-                wrong = np.flatnonzero(taken != want) if taken.shape == want.shape else np.array([0])
-                if wrong.size:
-                    yield [f"{where}: slot {wrong[0]} takes {taken.flat[wrong[0]]}, expected {want[wrong[0]]}"]
-                    return
-        except NotComputable as reason:
-            yield [f"{where}: {reason}"]
-            return
-
-
-def _ends_masked(package: Package, function: Function, operation: Operation) -> list[bool]:
-    name = operation.one("end_mask")
-    if name is None:
-        return [False] * 4
-    return [bool(one) for one in np.asarray(package.array(function.constants[name])).tolist()]
-
-
-def ring_sources(capacity: int, query_len: int, seq_len: int) -> np.ndarray:
-    """The row of ``[ring, chunk]`` that each slot takes, int64 ``[C]``, slowly and from the definition."""
-    sources = np.arange(capacity)
-    for position in range(seq_len - query_len, seq_len):
-        sources[position % capacity] = capacity + position - (seq_len - query_len)
-    return sources
-
-
 def no_whole_state_copy(function: Function, contract: ProgramContract) -> CheckResult:
     """A state is written once and read at most `MOST_READS` times; a full state is only sliced, and a ring is cast only
     where the whole program computes in float32."""
@@ -220,7 +139,7 @@ def weights_stored_once(package: Package, program: str, limits: FileLimits) -> C
     """Repeated bytes of the weights file stay below a small share of the unique ones, over all functions."""
     content: dict[bytes, list[int]] = {}
     for blob in {blob.offset: blob for blob in package.blobs()}.values():
-        digest = hashlib.blake2b(package.weights[blob.offset : blob.offset + blob.size]).digest()
+        digest = hashlib.blake2b(package.weights[blob.offset : blob.offset + blob.size].data).digest()
         content.setdefault(digest, []).append(blob.size)
     unique = sum(sizes[0] for sizes in content.values())
     repeated = sum(sum(sizes[1:]) for sizes in content.values())

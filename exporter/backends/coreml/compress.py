@@ -9,7 +9,7 @@ Letters: N output channels (rows), K input channels, B = K / 32 blocks of a row,
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +21,8 @@ from exporter.backends.coreml.convert import memory_of
 from exporter.backends.coreml.palettes import palettize
 from exporter.quantization.grids import int4_per_group, int8_per_row
 
-Compressed = Literal["int8", "int4", "palettized4"]
+COMPRESSED = frozenset({"int8", "int4", "palettized4"})
+"""The options of `CoreMLOptions` that are made here."""
 BLOCK = 32
 LEAST_SIZE = 1024
 """Smaller matrices stay as they are: what is saved is not worth an operator."""
@@ -30,12 +31,13 @@ _MATRICES = {("linear", "weight"), ("gather", "x")}
 Emit = Callable[..., Any]
 
 
-def compress(program: Program, weights: Compressed) -> int:
+def compress(program: Program, weights: str) -> int:
     """Replace the matrices of every function of `program`; returns how many different ones there were.
 
     `int8` is symmetric per row, `int4` symmetric per block of 32 columns (rows of other lengths become int8),
     `palettized4` 16 values for every 16 rows.
     """
+    assert weights in COMPRESSED, f"{weights} is made elsewhere"
     known: dict[tuple[Any, ...], Emit] = {}
     for function in program.functions.values():
         with function:
@@ -61,9 +63,9 @@ def _is_matrix(op: Any) -> bool:
     return value.ndim == 2 and value.dtype == np.float16 and value.size >= LEAST_SIZE and bool(uses & _MATRICES)
 
 
-def _compressed(weight: torch.Tensor, weights: Compressed) -> Emit:
+def _compressed(weight: torch.Tensor, weights: str) -> Emit:
     """float32 ``[N, K]`` to what emits its operator; the arrays are shared by all it emits."""
-    rows, columns = weight.shape
+    columns = weight.shape[1]
     if weights == "palettized4":
         indices, palettes = palettize(weight)
         table = palettes.half().reshape(len(palettes), 1, -1, 1).numpy()

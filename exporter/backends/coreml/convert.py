@@ -68,7 +68,7 @@ def memory_of(value: np.ndarray) -> tuple[Any, ...]:
     return (value.__array_interface__["data"][0], value.shape, value.dtype.str)
 
 
-SMALL = 2**16
+SMALL = 2**20
 """Bytes up to which constants are compared by content: the zeros that every linear adds, tables of angles."""
 
 

@@ -1,4 +1,4 @@
-"""Everything coremltools 9.0 needs to be told before it converts a traced decoder, each with what goes wrong without it.
+"""What coremltools 9.0 needs to be told before it converts a traced decoder, each with what goes wrong without it.
 
 A cure is one of three things: a translation of an operator (`TRANSLATIONS`), a rewrite of the traced graph
 (`REWRITES`), or a pass that is left out (`SKIPPED_PASSES`). `tests/lowering/test_coreml_cures.py` converts without each
@@ -88,8 +88,8 @@ TRANSLATIONS = (
     ),
     Translation(
         "where.scalarother",
-        "``where(condition, x, 0.0)``: 'Unsupported fx node where, kind where.scalarother'. A product, because MIL types "
-        "a select by its two values alone, whatever shape the condition gives it",
+        "``where(condition, x, 0.0)``: 'Unsupported fx node where, kind where.scalarother'. A product, because MIL "
+        "types a select by its two values alone, whatever shape the condition gives it",
         _where_or_zero,
     ),
     Translation(
@@ -107,15 +107,14 @@ TRANSLATIONS = (
 
 
 @contextmanager
-def translations(without: str | None = None) -> Iterator[None]:
-    """Register `TRANSLATIONS`, all but `without`, and put coremltools' own back afterwards."""
+def translations() -> Iterator[None]:
+    """Register `TRANSLATIONS`, and put coremltools' own back afterwards."""
     registry = _TORCH_OPS_REGISTRY.name_to_func_mapping
     before = dict(registry)
     try:
         for translation in TRANSLATIONS:
-            if translation.operator != without:
-                emit = _named(translation, before.get(translation.operator))
-                register_torch_op(torch_alias=[translation.operator], override=True)(emit)
+            emit = _named(translation, before.get(translation.operator))
+            register_torch_op(torch_alias=[translation.operator], override=True)(emit)
         yield
     finally:
         registry.clear()
@@ -132,7 +131,8 @@ def _named(translation: Translation, original: Any) -> Callable[[Any, Any], None
 
 
 def erase_assertions(program: ExportedProgram) -> None:
-    """Run-time assertions have no MIL: 'Unsupported fx node _assert_scalar'. The declared ranges say the same."""
+    """Run-time assertions and what they compare have no MIL: 'Unsupported fx node sym_min'. The declared ranges say the
+    same."""
     for node in list(program.graph.nodes):
         if node.op == "call_function" and ("_assert" in str(node.target) or "sym_constrain" in str(node.target)):
             program.graph.erase_node(node)
@@ -140,7 +140,8 @@ def erase_assertions(program: ExportedProgram) -> None:
 
 
 def drop_copies(program: ExportedProgram) -> None:
-    """A write through a slice is traced as ``copy(slice, rows)``, which would read the old rows only to drop them."""
+    """A write through a slice is traced as ``copy(slice, rows)``: the old rows are read, only to give their shape to a
+    ``tile`` of the new ones."""
     for node in list(program.graph.nodes):
         if node.target is torch.ops.aten.copy.default:
             node.replace_all_uses_with(node.args[1])
@@ -197,25 +198,20 @@ SKIPPED_PASSES = (
         "common::guard_negative_gather_indices",
         "puts a comparison, an addition and a select before every gather; no index of ours is negative",
     ),
-    SkippedPass(
-        "common::const_deduplication",
-        "compares all weights several times over; equal ones are the same memory here and are shared by it",
-    ),
 )
 
 
-def rewrite(program: ExportedProgram, without: Rewrite | None = None) -> ExportedProgram:
-    """`program`, as ``torch.export.export`` returned it, decomposed and with every rewrite but `without`."""
+def rewrite(program: ExportedProgram) -> ExportedProgram:
+    """`program`, as ``torch.export.export`` returned it, decomposed and rewritten."""
     program = program.run_decompositions({})
     for step in REWRITES:
-        if step is not without:
-            step(program)
+        step(program)
     program.graph_module.recompile()
     return program
 
 
-def pass_pipeline(without: SkippedPass | None = None) -> ct.PassPipeline:
-    """The default pipeline without `SKIPPED_PASSES`; `without` is kept in it."""
+def pass_pipeline() -> ct.PassPipeline:
+    """The default pipeline without `SKIPPED_PASSES`."""
     pipeline = ct.PassPipeline.DEFAULT
-    pipeline.remove_passes({skipped.name for skipped in SKIPPED_PASSES if skipped is not without})
+    pipeline.remove_passes({skipped.name for skipped in SKIPPED_PASSES})
     return pipeline

@@ -97,7 +97,7 @@ _KERNELS: dict[str, Callable[[Lengths, Operation], Any]] = {
     "logical_and": _binary(np.logical_and),
     "gather": lambda own, op: own.one(op, "x")[own.one(op, "indices")],
     "concat": lambda own, op: np.concatenate([np.atleast_1d(own.value(name)) for name in op.inputs["values"]]),
-    "range_1d": lambda own, op: np.arange(own.one(op, "start"), own.one(op, "end"), own.one(op, "step")),
+    "range_1d": lambda own, op: np.arange(*(int(own.one(op, n)) for n in ("start", "end", "step")), dtype=np.int32),
     "select": lambda own, op: np.where(own.one(op, "cond"), own.one(op, "a"), own.one(op, "b")),
     "expand_dims": lambda own, op: np.expand_dims(own.one(op, "x"), tuple(own.one(op, "axes").tolist())),
     "squeeze": lambda own, op: np.squeeze(own.one(op, "x")),

@@ -75,30 +75,19 @@ def producers(function: Function) -> dict[str, Operation]:
 def positions(function: Function, value: str, state: str) -> Iterator[str]:
     """Every index on the way from what `state` held to `value`."""
     made = producers(function)
-    carries: dict[str, bool] = {}
-
-    def carried(name: str) -> bool:
-        if name not in carries:
-            operation = made.get(name)
-            if operation is None:
-                carries[name] = False
-            elif operation.type == "read_state":
-                carries[name] = operation.one("input") == state
-            else:
-                carries[name] = any(carried(part) for names in operation.inputs.values() for part in names)
-        return carries[name]
-
+    carries: set[str] = set()
+    for operation in function.operations:
+        bound = {name for names in operation.inputs.values() for name in names}
+        if (operation.type == "read_state" and state in bound) or carries & bound:
+            carries |= operation.outputs.keys()
     seen: set[str] = set()
-
-    def walk(name: str) -> Iterator[str]:
-        if name in seen or not carried(name):
-            return
+    open_values = [value]
+    while open_values:
+        name = open_values.pop()
+        if name in seen or name not in carries:
+            continue
         seen.add(name)
         operation = made[name]
         for parameter in _POSITIONS.get(operation.type, ()):
             yield from operation.inputs.get(parameter, ())
-        for names in operation.inputs.values():
-            for part in names:
-                yield from walk(part)
-
-    yield from walk(value)
+        open_values += [part for names in operation.inputs.values() for part in names]

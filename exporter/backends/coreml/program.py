@@ -44,13 +44,13 @@ def build(decoder: Decoder, limits: Limits, options: CoreMLOptions, directory: P
     require_coremltools()
     from exporter.backends.coreml import convert, cures
     from exporter.backends.coreml.checks import check_file
-    from exporter.backends.coreml.compress import compress
+    from exporter.backends.coreml.compress import COMPRESSED, compress
     from exporter.backends.coreml.description import describe_package
     from exporter.backends.coreml.precision import FLOAT32, SHIPPED, in_precision
     from exporter.backends.coreml.stateful import trace_stateful
 
     path = directory / PROGRAM_FILE
-    interfaces = {method: interface_of(decoder, method, limits) for method in METHODS}
+    interfaces: dict[str, MethodSpec] = {method: interface_of(decoder, method, limits) for method in METHODS}
     rounded = in_precision(decoder, FLOAT32 if options.weights == "float32" else SHIPPED)
     functions = {}
     for method in METHODS:
@@ -60,7 +60,7 @@ def build(decoder: Decoder, limits: Limits, options: CoreMLOptions, directory: P
             functions[method] = convert.to_mil(traced)
         del traced
     program = convert.merge(functions)
-    if options.weights not in {"float32", "float16"}:
+    if options.weights in COMPRESSED:
         with step(f"weights to {options.weights}") as detail:
             detail(f"{compress(program, options.weights)} matrices")
     with step("write package") as detail:
