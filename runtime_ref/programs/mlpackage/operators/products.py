@@ -99,9 +99,10 @@ def einsum(values: tuple[Tensor, Tensor], equation: str) -> Tensor:
     """The two products that the operator defines: rank 4 ``nchw,nwhu->nchu`` and rank 3 ``chw,whr->chr``, under any
     letters; n and h broadcast."""
     x, y = values
-    pattern = "".join(chr(ord("a") + sorted({*equation} - {*",->"}, key=equation.index).index(c))
-                      if c not in ",->" else c for c in equation.replace(" ", ""))  # fmt: skip
-    if pattern not in ("abcd,adce->abce", "abc,cbd->abd"):
+    compact = equation.replace(" ", "")
+    letters = dict.fromkeys(c for c in compact if c.isalpha())
+    renamed = compact.translate({ord(c): "abcdefgh"[i] for i, c in enumerate(letters)})
+    if renamed not in ("abcd,adce->abce", "abc,cbd->abd"):
         raise unsupported(f"equation {equation}")
     # h moves to the front, then it is a matrix product.
     product = torch.matmul(wide(x).transpose(-3, -2), wide(y).transpose(-3, -2))
