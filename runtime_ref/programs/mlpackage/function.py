@@ -141,7 +141,7 @@ class Function:
                 if parameter not in LISTS and isinstance(reference, str)
             )
             lists = tuple(
-                (parameter, tuple(self._slot(r) if isinstance(r, str) else self.store.tensor(r) for r in references))
+                (parameter, tuple(self._slot(r) if isinstance(r, str) else self.store.narrow(r) for r in references))
                 for parameter, references in operation.inputs.items()
                 if parameter in LISTS
             )
@@ -167,13 +167,13 @@ class Function:
             if parameter in operator.static or parameter in operator.integers:
                 bound[parameter] = python_value(reference)
                 continue
-            tensor = self.store.tensor(reference)
-            if self.store.is_wide(reference) and parameter not in operator.multiplied:
-                if operation.type == "gather" and parameter == "x":
-                    kernel = _narrowed(kernel)  # only the rows that were taken
-                else:
-                    tensor = tensor.half()
-            bound[parameter] = tensor
+            if parameter in operator.multiplied:
+                bound[parameter] = self.store.tensor(reference)
+            elif operation.type == "gather" and parameter == "x" and self.store.is_wide(reference):
+                bound[parameter] = self.store.tensor(reference)
+                kernel = _narrowed(kernel)  # only the rows that were taken
+            else:
+                bound[parameter] = self.store.narrow(reference)
         return kernel, bound
 
     def _declared(

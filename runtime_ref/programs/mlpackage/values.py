@@ -56,6 +56,10 @@ class ConstantStore:
             self._tensors[key] = value
         return self._tensors[key]
 
+    def narrow(self, constant: Constant) -> torch.Tensor:
+        """The tensor of `constant` in its declared type."""
+        return self.tensor(constant).to(constant.declared.element.carrier)
+
     def literal(self, value: Any, owner: str) -> Constant:
         """The constant that a MIL Value spells out or refers to.
 
