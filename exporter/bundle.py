@@ -12,7 +12,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -50,7 +50,7 @@ class BundleWriter:
         assert self.path.exists(), "finish() is called once"
         names = _files_under(self.path)
         manifest = manifest.model_copy(update={"files": {name: _entry(self.path / name) for name in names}})
-        missing = [program.file for program in manifest.programs if program.file not in manifest.files]
+        missing = [program.file for program in manifest.programs if not _listed(program.file, manifest.files)]
         assert not missing, f"the manifest names programs that were not staged: {missing}"
         text = manifest.model_dump_json(indent=2)
         # JSON has no NaN or infinity: a manifest that does not read back as it was must not be published.
@@ -147,12 +147,17 @@ def _read_manifest(root: Path) -> Manifest:
             owner, got=f"manifest key {where}: {first['msg']}", expected="a manifest of this version", repair=repair
         ) from error
     stray = [name for name in manifest.files if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts]
-    stray += [program.file for program in manifest.programs if program.file not in manifest.files]
+    stray += [program.file for program in manifest.programs if not _listed(program.file, manifest.files)]
     if stray:
         raise BundleError(
             owner, got=f"file {stray[0]!r}", expected="files inside the bundle, each with its checksum", repair=repair
         )
     return manifest
+
+
+def _listed(program: str, files: Collection[str]) -> bool:
+    """Whether a program, a file or a directory of the bundle, is among `files`."""
+    return any(name == program or name.startswith(f"{program}/") for name in files)
 
 
 def _files_under(root: Path) -> list[str]:

@@ -105,7 +105,7 @@ def plan(
 
 @app.command()
 def inspect(
-    file: Annotated[Path, typer.Argument(help="A bundle directory, or a .pte file alone (with --check).")],
+    file: Annotated[Path, typer.Argument(help="A bundle, or one program: .mlpackage, .aimodel, .pte (with --check).")],
     check: Annotated[Path | None, typer.Option(help="A contract (YAML, docs/graph-contract.md) to hold it to.")] = None,
     output_format: Annotated[
         OutputFormat, typer.Option("--format", help="Tables, or JSON for a machine.")
@@ -120,7 +120,11 @@ def inspect(
     if output_format is OutputFormat.JSON:
         typer.echo(json.dumps(inspected.as_json(), indent=2))
     elif inspected.manifest is None:
-        output.print(tables.facts_table(inspected.facts))
+        if inspected.facts:
+            output.print(tables.facts_table(inspected.facts))
+        for description in inspected.descriptions:
+            for table in tables.description_tables(description):
+                output.print(table)
         output.print(tables.checks_table(inspected.checks))
     else:
         output.print(tables.bundle_table(inspected.manifest))

@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, field_validator, model_validator
 
 from exporter.errors import ConfigError
-from exporter.spec import CachePolicy, ModelSpec, QuantizationSpec
+from exporter.spec import CachePolicy, CoreAIOptions, CoreMLOptions, Format, ModelSpec, QuantizationSpec
 
 # A dotted module would make importlib import its parent package.
 _PACKAGE_FILE = re.compile(r"[A-Za-z_]\w*:(?!/)(?!.*(?:^|[:/])\.\.(?:/|$)).+")
@@ -60,7 +60,10 @@ class CheckpointConfig(_Config):
 
 
 class ExportConfig(_Config):
-    """One export. ``max_context_length: null`` means the model's own `max_position_embeddings`."""
+    """One export. ``max_context_length: null`` means the model's own `max_position_embeddings`.
+
+    `quantization` is that of the ExecuTorch program; the others have a section of their own.
+    """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     checkpoint: CheckpointConfig
@@ -69,7 +72,9 @@ class ExportConfig(_Config):
     max_prefill_chunk: StrictInt = Field(default=512, ge=2)
     cache: CachePolicy = CachePolicy()
     quantization: QuantizationSpec = QuantizationSpec()
-    targets: tuple[Literal["executorch"], ...] = ("executorch",)
+    coreml: CoreMLOptions = CoreMLOptions()
+    coreai: CoreAIOptions = CoreAIOptions()
+    targets: tuple[Format, ...] = ("executorch",)
 
     @field_validator("targets")
     @classmethod
@@ -77,6 +82,19 @@ class ExportConfig(_Config):
         if not value or len(set(value)) != len(value):
             raise ValueError("at least one target, each named once")
         return value
+
+    @model_validator(mode="after")
+    def _caches_suit_the_targets(self) -> ExportConfig:
+        others = [target for target in self.targets if target != "executorch"]
+        if self.cache.dtype == "int8" and others:
+            raise ValueError(f"cache.dtype float32 for the targets {', '.join(others)}: int8 caches are ExecuTorch's")
+        return self
+
+    def options(self, target: Format) -> QuantizationSpec | CoreMLOptions | CoreAIOptions:
+        """What the config says about one target."""
+        if target == "executorch":
+            return self.quantization
+        return self.coreml if target == "coreml" else self.coreai
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from exporter.backends import self_describing
 from exporter.bundle import read_bundle
+from exporter.describe import FileDescription
 from exporter.errors import BundleError, ConfigError
 from exporter.graph import ProgramContract, check_lowered, read_pte, runtime_registry
 from exporter.graph.contract import EXPORTED_CHECKS
 from exporter.graph.contract_file import ContractFile, ProgramForm
 from exporter.programs import METHODS, Limits, interface
-from exporter.spec import CheckResult, Manifest, MethodSpec
+from exporter.spec import CheckResult, Format, Manifest, ProgramSpec
 
 
 @dataclass(frozen=True)
@@ -40,16 +42,18 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class Inspection:
-    """`exported` are the checks of the traced programs as a bundle recorded them, `lowered` the file's, run again.
+    """`exported` are the checks of the traced programs as a bundle recorded them, `lowered` the files', run again.
 
-    `manifest` is None when a program file was inspected alone; nothing is recorded then.
+    `manifest` is None when a program file was inspected alone; nothing is recorded then. `facts` are those of `.pte`
+    files, `descriptions` those of the other formats.
     """
 
     name: str
     manifest: Manifest | None
     exported: tuple[CheckResult, ...]
     lowered: tuple[CheckResult, ...]
-    facts: tuple[FileFacts, ...]
+    facts: tuple[FileFacts, ...] = ()
+    descriptions: tuple[FileDescription, ...] = ()
 
     @property
     def checks(self) -> tuple[CheckResult, ...]:
@@ -67,67 +71,77 @@ class Inspection:
             "name": self.name,
             "passed": self.passed,
             "checks": [{"form": form, **check.model_dump(mode="json")} for form, check in forms],
-            "files": [asdict(facts) for facts in self.facts],
+            "files": [*(asdict(facts) for facts in self.facts), *(asdict(each) for each in self.descriptions)],
         }
 
 
+Other = Literal["coreml", "coreai"]
+SUFFIXES: dict[str, Format] = {".pte": "executorch", ".mlpackage": "coreml", ".aimodel": "coreai"}
+
+
 def inspect(path: Path, contract: ContractFile | None = None) -> Inspection:
-    """Inspect a bundle directory, or one program file alone, which needs a `contract` with a `program`.
+    """Inspect a bundle directory, or one program alone; a `.pte` alone needs a `contract` with a `program`, the others
+    say by themselves what they are, and are held to a contract if one is given.
 
     Raises:
         BundleError: as `read_bundle`, or the file cannot be read.
         ConfigError: the contract does not fit the file.
         GraphContractError: the file is no program, or not one with these methods and inputs.
     """
-    # A missing .pte is a missing file, not a missing bundle.
-    return _inspect_file(path, contract) if path.is_file() or path.suffix == ".pte" else _inspect_bundle(path, contract)
+    format = SUFFIXES.get(path.suffix)  # a missing .pte is a missing file, not a missing bundle
+    if format is None and not path.is_file():
+        return _inspect_bundle(path, contract)
+    if format is None or format == "executorch":
+        return _inspect_pte(path, contract)
+    return _inspect_other(path, format, contract)
 
 
 def _inspect_bundle(path: Path, contract: ContractFile | None) -> Inspection:
     bundle = read_bundle(path)
     manifest = bundle.manifest
-    exported, facts = _exported(manifest.graph_checks), []
+    exported, facts, descriptions = _exported(manifest.graph_checks), [], []
     lowered: list[CheckResult] = []
     for program in manifest.programs:
-        # Without a contract the file is held to the kernels the manifest lists.
-        operators = frozenset(program.operators) if contract is None else contract.operators(*runtime_registry())
-        checks, found = _check_file(
-            bundle.path / program.file,
-            _contracts(manifest, program.methods, contract),
-            operators,
-            contract or ContractFile(),
-        )
+        file, contracts = bundle.path / program.file, _contracts(program, contract)
+        if program.format == "executorch":
+            # Without a contract the file is held to the kernels the manifest lists.
+            operators = frozenset(program.operators) if contract is None else contract.operators(*runtime_registry())
+            checks, found = _check_pte(file, contracts, operators, contract or ContractFile())
+            facts.append(found)
+        else:
+            checks = _check_other(file, program.format, contracts)
+            descriptions.append(self_describing(program.format).describe(file))
         lowered += checks
-        facts.append(found)
     if contract is not None:
         exported, lowered = contract.required(exported, lowered)
-    return Inspection(manifest.name, manifest, tuple(exported), tuple(lowered), tuple(facts))
+    return Inspection(manifest.name, manifest, tuple(exported), tuple(lowered), tuple(facts), tuple(descriptions))
 
 
 def _exported(recorded: Iterable[CheckResult]) -> list[CheckResult]:
     """The recorded checks of traced programs; those of the same name of the file were recorded after them."""
-    first: dict[tuple[str, str], CheckResult] = {}
+    first: dict[tuple[str, str, str], CheckResult] = {}
     for check in recorded:
         if check.name in EXPORTED_CHECKS:
-            first.setdefault((check.name, check.program), check)
+            first.setdefault((check.format, check.name, check.program), check)
     return list(first.values())
 
 
-def _contracts(
-    manifest: Manifest, methods: Mapping[str, MethodSpec], contract: ContractFile | None
-) -> list[ProgramContract]:
+def _contracts(program: ProgramSpec, contract: ContractFile | None) -> list[ProgramContract]:
     if contract is not None and contract.program is not None:
-        return _contracts_of_form(contract.program)
-    return [ProgramContract(name, interface, manifest.states) for name, interface in methods.items()]
+        return _contracts_of_form(contract.program, program.format)
+    return [ProgramContract(name, interface, program.states) for name, interface in program.methods.items()]
 
 
-def _contracts_of_form(form: ProgramForm) -> list[ProgramContract]:
+def _contracts_of_form(form: ProgramForm, format: Format) -> list[ProgramContract]:
     limits = Limits(max_context_length=form.max_context_length, max_prefill_chunk=form.max_prefill_chunk)
-    states = form.states
-    return [ProgramContract(name, interface(states, form.vocab_size, name, limits), states) for name in METHODS]
+    states = form.states(format)
+    ids_dtype = "int64" if format == "executorch" else "int32"
+    return [
+        ProgramContract(name, interface(states, form.vocab_size, name, limits, ids_dtype), states) for name in METHODS
+    ]
 
 
-def _inspect_file(path: Path, contract: ContractFile | None) -> Inspection:
+def _inspect_pte(path: Path, contract: ContractFile | None) -> Inspection:
     if contract is None or contract.program is None:
         raise ConfigError(
             f"inspect {path.name}",
@@ -136,12 +150,33 @@ def _inspect_file(path: Path, contract: ContractFile | None) -> Inspection:
             repair="Pass --check contract.yaml with that section (docs/graph-contract.md), or the bundle directory.",
         )
     operators = contract.operators(*runtime_registry())
-    lowered, facts = _check_file(path, _contracts_of_form(contract.program), operators, contract)
+    lowered, facts = _check_pte(path, _contracts_of_form(contract.program, "executorch"), operators, contract)
     _, required = contract.required([], lowered)
     return Inspection(path.name, None, (), tuple(required), (facts,))
 
 
-def _check_file(
+def _inspect_other(path: Path, format: Other, contract: ContractFile | None) -> Inspection:
+    description = self_describing(format).describe(path)
+    checks: list[CheckResult] = []
+    if contract is not None:
+        if contract.program is None:
+            raise ConfigError(
+                f"inspect {path.name}",
+                got="a contract without a `program`",
+                expected="one whose `program` gives limits, vocabulary and states",
+                repair="Add that section (docs/graph-contract.md), or pass the bundle directory.",
+            )
+        checks = _check_other(path, format, _contracts_of_form(contract.program, format))
+        _, checks = contract.required([], checks)
+    return Inspection(path.name, None, (), tuple(checks), (), (description,))
+
+
+def _check_other(path: Path, format: Other, contracts: Sequence[ProgramContract]) -> list[CheckResult]:
+    results = self_describing(format).check_file(path, contracts)
+    return [result.model_copy(update={"format": format}) for result in results]
+
+
+def _check_pte(
     path: Path, contracts: Sequence[ProgramContract], operators: frozenset[str], contract: ContractFile
 ) -> tuple[list[CheckResult], FileFacts]:
     try:

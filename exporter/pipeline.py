@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from torch.export import ExportedProgram
-
 from exporter import verify
-from exporter.backends.executorch import ExecutorchKernels, lower
-from exporter.bundle import Bundle, BundleWriter, read_bundle, write_bundle
+from exporter.backends import backend
+from exporter.bundle import Bundle, read_bundle, write_bundle
+from exporter.cache.interface import CacheKernels
 from exporter.cache.plain import PlainKernels
 from exporter.checkpoint import Checkpoint, open_checkpoint
 from exporter.config import ExportConfig, resolve
-from exporter.graph import (
-    ProgramContract,
-    check_exported,
-    check_lowered,
-    read_pte,
-    refuse_failed,
-    runtime_registry,
-)
-from exporter.graph.contract import delegated_floor
 from exporter.model.decoder import Decoder, parameter_shapes
-from exporter.programs import METHODS, Limits, Method, method_spec, trace
+from exporter.programs import Limits
 from exporter.progress import Progress
 from exporter.quantization import quantize
-from exporter.spec import CheckResult, Comparison, Manifest, ProgramSpec, StateSpec, state_specs
+from exporter.spec import LAYOUTS, STATE_DTYPES, Comparison, Format, Manifest, StateSpec, state_specs
 from exporter.tokenizer import write_tokenizer
 
-PROGRAM_FILE = "model.pte"
-RECORDED_VERSIONS = ("ring-exporter", "torch", "executorch", "torchao", "transformers", "tokenizers", "gguf")
+RECORDED_VERSIONS = ("ring-exporter", "torch", "transformers", "tokenizers", "gguf")
 
 
 @dataclass(frozen=True)
@@ -42,8 +31,16 @@ class Source:
 
     config: ExportConfig
     checkpoint: Checkpoint
-    states: tuple[StateSpec, ...]
     limits: Limits
+
+    def states(self, target: Format) -> tuple[StateSpec, ...]:
+        """The state as the programs of `target` take it.
+
+        Raises:
+            ConfigError: the model's states do not fit that format.
+        """
+        context = self.limits.max_context_length
+        return state_specs(self.checkpoint.spec, self.config.cache, context, LAYOUTS[target], STATE_DTYPES.get(target))
 
 
 def open_source(config: ExportConfig) -> Source:
@@ -52,27 +49,25 @@ def open_source(config: ExportConfig) -> Source:
     config = resolve(config, checkpoint.spec)
     assert config.max_context_length is not None
     limits = Limits(max_context_length=config.max_context_length, max_prefill_chunk=config.max_prefill_chunk)
-    return Source(config, checkpoint, state_specs(checkpoint.spec, config.cache, limits.max_context_length), limits)
+    return Source(config, checkpoint, limits)
 
 
-def read_decoder(source: Source, progress: Progress) -> Decoder:
-    """The float model of `source`, on ExecuTorch's caches."""
+def read_decoder(source: Source, states: Sequence[StateSpec], kernels: CacheKernels, progress: Progress) -> Decoder:
+    """The float32 model of `source` over `states`."""
     with progress.step("read checkpoint") as detail:
         state_dict = source.checkpoint.load_state_dict(
             parameter_shapes(source.checkpoint.spec), lambda done, total: detail(f"{done} of {total} tensors")
         )
-        return Decoder.from_state_dict(source.checkpoint.spec, source.states, ExecutorchKernels(), state_dict)
+        return Decoder.from_state_dict(source.checkpoint.spec, states, kernels, state_dict)
 
 
-def quantize_decoder(decoder: Decoder, source: Source, progress: Progress) -> None:
-    """Quantise in place, if the config says so."""
-    if source.config.quantization.is_quantized:
-        with progress.step("quantise"):
-            quantize(decoder, source.config.quantization)
+def target_decoder(source: Source, target: Format, progress: Progress) -> Decoder:
+    """The float32 model as the back end of `target` takes it."""
+    return read_decoder(source, source.states(target), backend(target).kernels(), progress)
 
 
 def export(config: ExportConfig, out: Path, progress: Progress) -> Bundle:
-    """Write the bundle of `config` to `out`.
+    """Write the bundle of `config` to `out`: every target built, checked, run and compared, one after the other.
 
     Raises:
         UserError: any of its kinds; nothing is left at `out` that was not there before.
@@ -80,38 +75,18 @@ def export(config: ExportConfig, out: Path, progress: Progress) -> Bundle:
     with write_bundle(out) as writer:
         with progress.step("open checkpoint") as detail:
             source = open_source(config)
+            for target in config.targets:  # what a format cannot carry is said before any work
+                source.states(target)
             detail(source.checkpoint.name)
         with progress.step("tokenizer"):
             tokenizer_dir = writer.path / "tokenizer"
             tokenizer_dir.mkdir()
             tokenizer = write_tokenizer(source.checkpoint, tokenizer_dir)
-        decoder = read_decoder(source, progress)
-        quantize_decoder(decoder, source, progress)
-        with progress.step("trace prefill and main"):
-            programs = {method: trace(decoder, method, source.limits) for method in METHODS}
-        contracts = graph_contracts(decoder, source.limits)
-        with progress.step("check graphs") as detail:
-            checks = check_programs(programs, contracts)
-            detail(f"{len(checks)} checks passed")
-        with progress.step("lower to ExecuTorch") as detail:
-            data = lower(programs)
-            del programs
-            (writer.path / PROGRAM_FILE).write_bytes(data)
-            detail(f"{len(data) / 1e6:.0f} MB")
-        with progress.step("check lowered program") as detail:
-            runtime, operators = runtime_registry()
-            lowered = check_lowered(data, contracts, operators)
-            refuse_failed(lowered)
-            checks += lowered
-            file = read_pte(data)
-            outside = sorted({name for plan in file.plans.values() for name in plan.operators_called()})
-            del data, file
-            detail(f"{len(lowered)} checks passed")
+        distributions = (*RECORDED_VERSIONS, *(name for target in config.targets for name in backend(target).VERSIONS))
         manifest = Manifest(
             name=config.name,
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             model=source.checkpoint.spec,
-            states=source.states,
             cache=config.cache,
             max_context_length=source.limits.max_context_length,
             max_prefill_chunk=source.limits.max_prefill_chunk,
@@ -119,52 +94,35 @@ def export(config: ExportConfig, out: Path, progress: Progress) -> Bundle:
             quantization=config.quantization,
             source=source.checkpoint.source,
             tokenizer=tokenizer,
-            programs=(
-                ProgramSpec(
-                    format="executorch",
-                    file=PROGRAM_FILE,
-                    methods={method: method_spec(decoder, method, source.limits) for method in METHODS},
-                    runtime=runtime,
-                    operators=tuple(outside),
-                ),
-            ),
-            graph_checks=tuple(checks),
+            programs=(),
+            graph_checks=(),
             verification=(),
-            versions={name: version(name) for name in RECORDED_VERSIONS},
+            versions={name: version(name) for name in distributions},
             files={},
         )
-        comparisons = verify_staged(writer, manifest, decoder, source, progress)
-        return writer.finish(manifest.model_copy(update={"verification": tuple(comparisons)}))
+        for target in config.targets:
+            manifest = add_program(manifest, target, writer.path, source, progress)
+        return writer.finish(manifest)
 
 
-def graph_contracts(decoder: Decoder, limits: Limits) -> tuple[ProgramContract, ...]:
-    """What every method promises; a lowering that delegates less than was measured breaks it."""
-    return tuple(
-        ProgramContract(
-            method=method,
-            interface=method_spec(decoder, method, limits),
-            states=decoder.states,
-            min_delegated_share=delegated_floor(method, decoder.states),
-        )
-        for method in METHODS
-    )
-
-
-def check_programs(
-    programs: Mapping[Method, ExportedProgram], contracts: Sequence[ProgramContract]
-) -> list[CheckResult]:
-    """Hold every traced program to its contract.
+def add_program(manifest: Manifest, target: Format, directory: Path, source: Source, progress: Progress) -> Manifest:
+    """Build the program of `target` in the staged bundle, run it beside the eager model, and add what was seen.
 
     Raises:
-        GraphContractError: a check failed.
+        GraphContractError: a graph check failed.
+        VerificationError: the program is not the model.
     """
-    results = [
-        result
-        for method, contract in zip(METHODS, contracts, strict=True)
-        for result in check_exported(programs[method], contract)
-    ]
-    refuse_failed(results)
-    return results
+    decoder = target_decoder(source, target, progress)
+    built = backend(target).build(decoder, source.limits, source.config.options(target), directory, progress.step)
+    alone = manifest.model_copy(update={"programs": (built.program,)})
+    comparisons = verify_staged(Bundle(directory, alone), decoder, source, progress)
+    return manifest.model_copy(
+        update={
+            "programs": (*manifest.programs, built.program),
+            "graph_checks": (*manifest.graph_checks, *(c.model_copy(update={"format": target}) for c in built.checks)),
+            "verification": (*manifest.verification, *comparisons),
+        }
+    )
 
 
 Sessions = tuple[verify.Session, verify.Session]
@@ -172,38 +130,38 @@ Sessions = tuple[verify.Session, verify.Session]
 
 def eager_sessions(manifest: Manifest, decoder: Decoder, source: Source, progress: Progress) -> Sessions:
     """The eager model as exported, and before quantisation of weights and caches: read again, or the same one when
-    nothing was quantised."""
-    eager = verify.eager_session(manifest, decoder.with_kernels(PlainKernels()))
-    if not manifest.is_quantized:
-        return eager, eager
+    nothing was quantised in eager."""
     on_floats = manifest.with_float_caches()
-    original = read_decoder(replace(source, states=on_floats.states), progress)
-    return eager, verify.eager_session(on_floats, original.with_kernels(PlainKernels()))
+    plain = decoder.with_kernels(PlainKernels())
+    if not (manifest.program.format == "executorch" and manifest.is_quantized):
+        eager = verify.eager_session(on_floats, plain)
+        return eager, eager
+    original = read_decoder(source, on_floats.states, PlainKernels(), progress)
+    return verify.eager_session(manifest, plain), verify.eager_session(on_floats, original)
 
 
-def verify_staged(
-    writer: BundleWriter, manifest: Manifest, decoder: Decoder, source: Source, progress: Progress
-) -> list[Comparison]:
+def verify_staged(bundle: Bundle, decoder: Decoder, source: Source, progress: Progress) -> list[Comparison]:
     """The short form of verification: run the staged program beside the eager model, and record what that said.
 
     Raises:
         VerificationError: the program is not the model.
     """
+    manifest = bundle.manifest
     eager, original = eager_sessions(manifest, decoder, source, progress)
     with progress.step("verify against eager") as detail:
-        bundle = Bundle(writer.path, manifest)
         session = verify.open_session(bundle)
         pieces = verify.schedule(manifest)
         ids = verify.bundle_ids(bundle, sum(pieces))
         comparisons = verify.compare_with_eager(session, eager, original, ids, pieces)
         verify.judge(comparisons, manifest, verify.baseline_divergence(comparisons))
-        verify.write_reference(writer.path / verify.REFERENCE_FILE, original, ids, pieces)
+        verify.write_reference(bundle.path / verify.REFERENCE_FILE, original, ids, pieces)
         detail(f"{len(pieces)} calls over {sum(pieces)} tokens")
     return comparisons
 
 
 def verify_bundle(path: Path, config: ExportConfig | None, progress: Progress) -> list[Comparison]:
-    """The full form: what was recorded at export and, with the checkpoint at hand, eager and Transformers.
+    """The full form, for every program of the bundle: what was recorded at export and, with the checkpoint at hand,
+    eager and Transformers.
 
     Raises:
         BundleError: the bundle is damaged, or is not from this checkpoint.
@@ -211,17 +169,31 @@ def verify_bundle(path: Path, config: ExportConfig | None, progress: Progress) -
     """
     with progress.step("open bundle"):
         bundle = read_bundle(path)
-        session = verify.open_session(bundle)
-    manifest = bundle.manifest
-    with progress.step("against what was recorded"):
-        comparisons = [verify.compare_with_recorded(session, path / verify.REFERENCE_FILE)]
-    baseline = verify.baseline_divergence(manifest.verification)
+    source = None
     if config is not None:
         source = open_source(config)
-        verify.check_same_source(manifest, source.checkpoint.source, source.config.quantization, source.config.cache)
-        ids = verify.bundle_ids(bundle, min(verify.TOKENS, manifest.max_context_length - verify.GREEDY))
-        decoder = read_decoder(source, progress)
-        quantize_decoder(decoder, source, progress)
+        verify.check_same_source(bundle.manifest, source.checkpoint.source, source.config)
+    return [
+        comparison
+        for program in bundle.manifest.programs
+        for comparison in verify_program(Bundle(path, bundle.manifest.of(program.format)), source, progress)
+    ]
+
+
+def verify_program(bundle: Bundle, source: Source | None, progress: Progress) -> list[Comparison]:
+    """`verify_bundle` of a bundle's one program."""
+    manifest = bundle.manifest
+    with progress.step(f"{manifest.program.format}: against what was recorded"):
+        session = verify.open_session(bundle)
+        comparisons = [verify.compare_with_recorded(session, bundle.path / verify.REFERENCE_FILE)]
+    baseline = verify.baseline_divergence(manifest.verification)
+    if source is not None:
+        effort = verify.EFFORT[manifest.program.format]
+        ids = verify.bundle_ids(bundle, min(effort.tokens, manifest.max_context_length - effort.greedy))
+        decoder = target_decoder(source, manifest.program.format, progress)
+        if manifest.program.format == "executorch" and source.config.quantization.is_quantized:
+            with progress.step("quantise"):
+                quantize(decoder, source.config.quantization)
         eager, original = eager_sessions(manifest, decoder, source, progress)
         with progress.step("against eager") as detail:
             pieces = verify.long_schedule(manifest, len(ids))
@@ -232,6 +204,6 @@ def verify_bundle(path: Path, config: ExportConfig | None, progress: Progress) -
         del decoder, eager, original
         with progress.step("against Transformers") as detail:
             reference = verify.TransformersReference(source.checkpoint)
-            comparisons += verify.compare_with_transformers(session, reference, ids, verify.GREEDY, detail)
+            comparisons += verify.compare_with_transformers(session, reference, ids, effort, detail)
     verify.judge(comparisons, manifest, baseline)
     return comparisons

@@ -77,7 +77,8 @@ def layer_states(states: Iterable[StateSpec]) -> tuple[LayerState, ...]:
     for spec in states:
         rows = {"ring": spec.window, "full": None, "conv": spec.rows}[spec.kind]
         slack = spec.rows - spec.window if spec.window is not None else 0
-        result.append(LayerState(spec.layer, _KIND_OF[spec.kind], spec.row_bytes, rows, slack))
+        row_bytes = spec.row_bytes // len(spec.layers)
+        result += [LayerState(layer, _KIND_OF[spec.kind], row_bytes, rows, slack) for layer in spec.layers]
     return tuple(result)
 
 

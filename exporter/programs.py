@@ -43,13 +43,19 @@ class ProgramModule(torch.nn.Module):
         return self.decoder(input_ids, position_ids, states, self.write_first)
 
 
-def method_spec(decoder: Decoder, method: Method, limits: Limits) -> MethodSpec:
+def method_spec(decoder: Decoder, method: Method, limits: Limits, ids_dtype: str = "int64") -> MethodSpec:
     """The interface of a method of `decoder`."""
-    return interface(decoder.states, decoder.spec.vocab_size, method, limits)
+    return interface(decoder.states, decoder.spec.vocab_size, method, limits, ids_dtype)
 
 
-def interface(states: Sequence[StateSpec], vocab_size: int, method: Method, limits: Limits) -> MethodSpec:
-    """The interface of a method: the one place where its dynamic dimensions and their ranges are decided."""
+def interface(
+    states: Sequence[StateSpec], vocab_size: int, method: Method, limits: Limits, ids_dtype: str = "int64"
+) -> MethodSpec:
+    """The interface of a method: the one place where its dynamic dimensions and their ranges are decided.
+
+    A full state that is allocated whole from the start has no dynamic dimension. `ids_dtype` is that of the first two
+    inputs.
+    """
     context = limits.max_context_length
     dims = {"seq_len": (1 if method == "main" else 2, context)}
     if method == "prefill":
@@ -57,14 +63,14 @@ def interface(states: Sequence[StateSpec], vocab_size: int, method: Method, limi
     tensors = []
     for state in states:
         shape: tuple[int | str, ...] = state.shape()
-        if state.kind == "full":
+        if state.grows:
             dims["rows"] = (min(2, context), context)
-            shape = (1, "rows", *state.row_shape)
+            shape = (len(state.layers), "rows", *state.row_shape)
         tensors.append(TensorSpec(name=state.name, shape=shape, dtype=state.dtype))
     return MethodSpec(
         inputs=(
-            TensorSpec(name="input_ids", shape=(1, "query_len" if method == "prefill" else 1), dtype="int64"),
-            TensorSpec(name="position_ids", shape=(1, "seq_len"), dtype="int64"),
+            TensorSpec(name="input_ids", shape=(1, "query_len" if method == "prefill" else 1), dtype=ids_dtype),
+            TensorSpec(name="position_ids", shape=(1, "seq_len"), dtype=ids_dtype),
             *tensors,
         ),
         outputs=(TensorSpec(name="logits", shape=(1, vocab_size), dtype="float32"),),

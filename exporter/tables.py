@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from exporter.describe import FileDescription
 from exporter.plan import ContextPlan, KindGrowth
 from exporter.spec import AttentionSpec, CheckResult, Comparison, LayerSpec, Manifest, ModelSpec, MoESpec, RopeSpec
 from exporter.units import BINARY, DECIMAL, size
@@ -99,15 +100,32 @@ def facts_table(files: Sequence[FileFacts]) -> Table:
     return table
 
 
+def description_tables(file: FileDescription) -> list[Table]:
+    """What a file says of itself: inputs, states and outputs of every function, its operators, its weights."""
+    values = _table(f"{file.format} program, {file.file_bytes:,} bytes", ("function", "", "name", "dtype", "shape"), 5)
+    operators = _table("operators", ("function", "operators"), left=2)
+    for function in file.functions:
+        for what, rows in (("input", function.inputs), ("state", function.states), ("output", function.outputs)):
+            for row in rows:
+                values.add_row(function.name, what, *row)
+        counts = sorted(function.operators.items(), key=lambda item: (-item[1], item[0]))
+        operators.add_row(function.name, ", ".join(f"{name} {count}" for name, count in counts))
+    weights = _table("weights", ("precision", "bytes"))
+    for precision, count in file.weight_bytes.items():
+        weights.add_row(precision, f"{count:,}")
+    return [values, operators, weights]
+
+
 def checks_table(checks: Sequence[CheckResult]) -> Table:
-    table = _table("graph checks", ("program", "check", "", "evidence"), left=4)
+    table = _table("graph checks", ("format", "program", "check", "", "evidence"), left=5)
     for check in checks:
-        table.add_row(check.program, check.name, "ok" if check.passed else "FAILED", check.evidence)
+        table.add_row(check.format, check.program, check.name, "ok" if check.passed else "FAILED", check.evidence)
     return table
 
 
 def comparisons_table(comparisons: Sequence[Comparison]) -> Table:
     columns = (
+        "format",
         "against",
         "positions",
         "max |d|",
@@ -119,12 +137,12 @@ def comparisons_table(comparisons: Sequence[Comparison]) -> Table:
         "NLL",
         "NLL of ref.",
     )
-    table = _table("verification", columns)
+    table = _table("verification", columns, left=2)
     for c in comparisons:
         optional = [c.max_state_difference, c.nll, c.reference_nll]
         state, nll, reference = ["" if value is None else f"{value:.4g}" for value in optional]
         table.add_row(
-            c.reference, str(c.positions), f"{c.max_abs_difference:.2e}", f"{c.mean_abs_difference:.2e}",
+            c.format, c.reference, str(c.positions), f"{c.max_abs_difference:.2e}", f"{c.mean_abs_difference:.2e}",
             f"{c.mean_kl_divergence:.2e}", f"{c.argmax_agreement:.2%}", c.greedy_agreement or "", state, nll, reference,
         )  # fmt: skip
     return table
@@ -132,15 +150,13 @@ def comparisons_table(comparisons: Sequence[Comparison]) -> Table:
 
 def bundle_table(manifest: Manifest) -> Table:
     table = _table(f"bundle {manifest.name}", ("", ""), left=2)
-    quantization, source, model = manifest.quantization, manifest.source, manifest.model
+    source, model = manifest.source, manifest.model
     rows = {
         "created": manifest.created,
         "source": f"{source.name} ({source.kind}), licence: {source.license or 'not stated'}",
         "model": f"{model.family}, {len(model.layers)} layers, vocabulary {model.vocab_size}",
         "context / prefill chunk": f"{manifest.max_context_length} / {manifest.max_prefill_chunk}",
-        "weights": f"linear {quantization.linear}, embedding {quantization.embedding}, head {quantization.head}"
-        if quantization.is_quantized
-        else manifest.dtype,
+        "weights": "; ".join(f"{program.format}: {program.weights}" for program in manifest.programs),
         "cache": f"{manifest.cache.dtype}, growth: {manifest.cache.growth}, ring slack: {manifest.cache.ring_slack}",
         "versions": ", ".join(f"{name} {number}" for name, number in manifest.versions.items()),
     }
@@ -152,7 +168,7 @@ def bundle_table(manifest: Manifest) -> Table:
 
 
 def operators_table(manifest: Manifest) -> Table:
-    table = _table("programs", ("program", "runtime", "kernels outside delegates"), left=3)
+    table = _table("programs", ("program", "runtime", "operators (.pte: outside delegates)"), left=3)
     for program in manifest.programs:
         methods = ", ".join(program.methods)
         table.add_row(f"{program.file}: {methods}", program.runtime, ", ".join(program.operators))

@@ -7,35 +7,53 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from exporter.bundle import Bundle
+from exporter.config import ExportConfig
 from exporter.english import english_ids
 from exporter.errors import BundleError, VerificationError
 from exporter.model.decoder import Decoder
 from exporter.progress import Detail
 from exporter.reference import TransformersReference
-from exporter.spec import CachePolicy, Comparison, Manifest, QuantizationSpec, SourceSpec, StateSpec
-from runtime_ref.programs import load_programs
+from exporter.spec import Comparison, Format, Manifest, SourceSpec, StateSpec
+from runtime_ref.programs import load_program
 from runtime_ref.programs.eager import EagerProgram
 from runtime_ref.session import Session
 
 REFERENCE_FILE = "reference.safetensors"
 TOP = 64
-TOKENS, GREEDY = 1500, 64
-CHUNKS = (1, 7, 64, 128, 512)
+
+
+class Effort(NamedTuple):
+    """What the full form runs: tokens of text, greedy tokens, the chunk lengths the text goes through in."""
+
+    tokens: int
+    greedy: int
+    chunks: tuple[int, ...]
+
+
+# The others are interpreted, an operator at a time: one token costs what a chunk costs here.
+EFFORT: dict[Format, Effort] = {
+    "executorch": Effort(1500, 64, (1, 7, 64, 128, 512)),
+    "coreml": Effort(700, 32, (1, 512)),
+    "coreai": Effort(700, 32, (1, 512)),
+}
 FLOAT_MAX, FLOAT_MEAN = 1e-2, 1e-3
+DIVERGENCE = {"float32": 1e-3, "float16": 1e-3, "int8": 0.05, "int4": 0.5, "palettized4": 0.5}
+"""The largest mean KL divergence from the float model, by how a Core ML or Core AI program keeps its weights."""
 EAGER, FLOAT, RECORDED = "eager", "float eager", "float eager, as recorded"
 BASELINE, TRANSFORMERS = "(eager against float eager)", "transformers"
 
 
 class Differences:
-    """Collects logit rows ``[V]`` of two models at the same positions."""
+    """Collects logit rows ``[V]`` of a program of `format` and of what it is held against, at the same positions."""
 
-    def __init__(self, reference: str) -> None:
-        self.reference = reference
+    def __init__(self, reference: str, format: Format = "executorch") -> None:
+        self.reference, self.format = reference, format
         self.largest = self.total = self.divergence = 0.0
         self.count = self.values = self.agreed = 0
 
@@ -53,6 +71,7 @@ class Differences:
     def comparison(self, **more: object) -> Comparison:
         """The summary; `more` fills the optional fields of `Comparison`."""
         return Comparison(
+            format=self.format,
             reference=self.reference,
             positions=self.count,
             max_abs_difference=min(self.largest, torch.finfo(torch.float32).max),
@@ -104,7 +123,7 @@ def run(session: Session, ids: Sequence[int], pieces: Sequence[int]) -> list[tor
 
 def compare(name: str, got: tuple[Session, list[torch.Tensor]], want: tuple[Session, list[torch.Tensor]]) -> Comparison:
     """Two sessions that went through the same calls: the logits of each, and every row of state in use at the end."""
-    differences = Differences(name)
+    differences = Differences(name, got[0].manifest.program.format)
     for ours, theirs in zip(got[1], want[1], strict=True):
         differences.add(ours, theirs)
     return differences.comparison(max_state_difference=state_difference(got[0], want[0]))
@@ -153,18 +172,18 @@ def float_states(session: Session) -> Iterator[tuple[StateSpec, torch.Tensor]]:
 
 
 def compare_with_transformers(
-    session: Session, reference: TransformersReference, ids: Sequence[int], greedy: int, detail: Detail
+    session: Session, reference: TransformersReference, ids: Sequence[int], effort: Effort, detail: Detail
 ) -> list[Comparison]:
-    """For each chunk length: the prompt's logits at every call, then `greedy` tokens of the reference one by one."""
+    """For each chunk length: the prompt's logits at every call, then greedy tokens of the reference one by one."""
     detail("reference logits")
     rows = reference.logits(ids)
-    tokens, greedy_rows = reference.greedy(ids, greedy)
+    tokens, greedy_rows = reference.greedy(ids, effort.greedy)
     targets = torch.tensor(list(ids[1:]))
     reference_nll = float(torch.nn.functional.cross_entropy(rows[:-1].double(), targets))
     comparisons = []
-    for chunk in sorted({min(c, session.manifest.max_prefill_chunk) for c in CHUNKS}):
+    for chunk in sorted({min(chunk, session.manifest.max_prefill_chunk) for chunk in effort.chunks}):
         detail(f"chunks of {chunk}")
-        differences = Differences(f"{TRANSFORMERS}, chunks of {chunk}")
+        differences = Differences(f"{TRANSFORMERS}, chunks of {chunk}", session.manifest.program.format)
         losses: list[float] = []
         session.reset()
 
@@ -184,7 +203,7 @@ def compare_with_transformers(
             differences.add(logits, want)
         session.observer = None
         nll = {"nll": sum(losses) / len(losses), "reference_nll": reference_nll} if chunk == 1 else {}
-        comparisons.append(differences.comparison(greedy_agreement=f"{agreed} of {greedy}", **nll))
+        comparisons.append(differences.comparison(greedy_agreement=f"{agreed} of {effort.greedy}", **nll))
     return comparisons
 
 
@@ -217,26 +236,29 @@ def _summary(logits: torch.Tensor, top_ids: torch.Tensor) -> torch.Tensor:
 def compare_with_recorded(session: Session, path: Path) -> Comparison:
     """Compare with what the float model said at export, as log probabilities."""
     recorded = load_file(path)
-    differences = Differences(RECORDED)
+    differences = Differences(RECORDED, session.manifest.program.format)
     rows = run(session, recorded["ids"].tolist(), recorded["pieces"].tolist())
     for logits, top_ids, logprobs in zip(rows, recorded["top_ids"], recorded["logprobs"], strict=True):
         differences.add(_summary(logits, top_ids), logprobs)
     return differences.comparison()
 
 
-def check_same_source(
-    manifest: Manifest, source: SourceSpec, quantization: QuantizationSpec, cache: CachePolicy
-) -> None:
+def check_same_source(manifest: Manifest, source: SourceSpec, config: ExportConfig) -> None:
     """Refuse to compare a bundle with weights it does not come from.
 
     Raises:
         BundleError: other files, or other quantisation of weights or caches, than the manifest records.
     """
-    for what, got, want in (
+    asked: list[tuple[str, object, object]] = [
         ("checkpoint files", source.files, manifest.source.files),
-        ("quantization", quantization, manifest.quantization),
-        ("cache.dtype", cache.dtype, manifest.cache.dtype),
-    ):
+        ("quantization", config.quantization, manifest.quantization),
+        ("cache.dtype", config.cache.dtype, manifest.cache.dtype),
+    ]
+    for program in manifest.programs:
+        if program.format != "executorch":
+            options = config.coreml if program.format == "coreml" else config.coreai
+            asked.append((f"{program.format}.weights", options.weights, program.weights))
+    for what, got, want in asked:
         if got != want:
             raise BundleError(
                 f"bundle {manifest.name}",
@@ -252,13 +274,18 @@ def judge(comparisons: Sequence[Comparison], manifest: Manifest, baseline: float
     Float programs: logits within `FLOAT_MAX`, and `FLOAT_MEAN` on average. A quantised program rounds at run time,
     activations or the rows of its caches, and where two implementations round a borderline value apart, all that
     follows differs by as much as rounding itself does. So it is held to the distribution: its mean KL divergence from
-    the float model is at most twice `baseline`, that of its own eager model, plus 0.02.
+    the float model is at most twice `baseline`, that of its own eager model, plus 0.02. The other formats round weights
+    and states only in the file; there is no eager model that does the same, and their limits are `DIVERGENCE`'s.
 
     Raises:
         VerificationError: which comparison failed, and by how much.
     """
     for c in comparisons:
-        if not manifest.is_quantized:
+        if manifest.is_quantized and manifest.program.format != "executorch":
+            limit = DIVERGENCE[manifest.program.weights]
+            bad = not c.mean_kl_divergence <= limit
+            expected = f"mean KL divergence <= {limit:.3g}"
+        elif not manifest.is_quantized:
             bad = not (c.max_abs_difference <= FLOAT_MAX and c.mean_abs_difference <= FLOAT_MEAN)
             expected = f"max |difference| <= {FLOAT_MAX} and mean <= {FLOAT_MEAN}"
         elif c.reference in {FLOAT, RECORDED} or c.reference.startswith(TRANSFORMERS):
@@ -283,7 +310,7 @@ def baseline_divergence(comparisons: Sequence[Comparison]) -> float:
 
 
 def open_session(bundle: Bundle) -> Session:
-    return Session(bundle.manifest, load_programs(bundle))
+    return Session(bundle.manifest, load_program(bundle))
 
 
 def bundle_ids(bundle: Bundle, count: int) -> list[int]:

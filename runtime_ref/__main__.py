@@ -24,6 +24,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+FormatOption = Annotated[
+    str | None,
+    typer.Option("--format", help="Which program: executorch, coreml or coreai; the first if not given."),
+]
 BundleOption = Annotated[Path, typer.Option("--bundle", help="The directory that `exporter export` wrote.")]
 
 
@@ -31,6 +35,7 @@ BundleOption = Annotated[Path, typer.Option("--bundle", help="The directory that
 def generate(
     *,
     bundle: BundleOption,
+    format: FormatOption = None,
     prompt: Annotated[str, typer.Option(help="The text to continue; BOS is added where the model wants one.")],
     chat: Annotated[
         bool, typer.Option("--chat", help="Send the prompt as a user's turn by the chat template.")
@@ -46,7 +51,7 @@ def generate(
 ) -> None:
     """Continue a prompt. Text goes to standard output as it comes; speed and cache go to standard error."""
     from runtime_ref.generate import Generation
-    from runtime_ref.programs import load_programs
+    from runtime_ref.programs import choose, load_program
     from runtime_ref.sampling import Sampler
     from runtime_ref.session import Session
     from runtime_ref.tokenizer import Tokenizer
@@ -54,10 +59,10 @@ def generate(
     sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     if not prompt:
         raise ConfigError("--prompt", got="an empty prompt", expected="some text", repair="Give a prompt.")
-    opened = read_bundle(bundle)
+    opened = choose(read_bundle(bundle), format)
     tokenizer = Tokenizer(opened)
     ids = tokenizer.encode_chat([{"role": "user", "content": prompt}]) if chat else tokenizer.encode(prompt)
-    session = Session(opened.manifest, load_programs(opened))
+    session = Session(opened.manifest, load_program(opened))
     typer.echo(session.state.report(), err=True)
     generation = Generation(session, tokenizer, ids, sampler=sampler, max_new_tokens=max_new_tokens, chunk=chunk)
     for text in generation:
@@ -72,6 +77,7 @@ def generate(
 def score(
     *,
     bundle: BundleOption,
+    format: FormatOption = None,
     ids: Annotated[Path, typer.Option(help="A JSON file with one list of token ids, BOS included.")],
     prefill: Annotated[int, typer.Option(help="How many of the ids go through prefill; the others go one by one.")],
     chunk: Annotated[int, typer.Option(help="Tokens a prefill call.")],
@@ -94,7 +100,7 @@ def score(
         raise ConfigError(
             "--out", got=f"{out}", expected="a file in a directory that exists", repair="Create the directory first."
         )
-    arrays = run_score(load(bundle), tokens, prefill=prefill, chunk=chunk, keep_logits=logits)
+    arrays = run_score(load(bundle, format=format), tokens, prefill=prefill, chunk=chunk, keep_logits=logits)
     write_scores(out, arrays)
     typer.echo(f"{len(arrays['position'])} positions of {len(tokens)} tokens -> {out}")
 
@@ -103,6 +109,7 @@ def score(
 def memory(
     *,
     bundle: BundleOption,
+    format: FormatOption = None,
     contexts: Annotated[
         str | None, typer.Option(help="Context lengths to compare, e.g. 512,2048; the usual ones if not given.")
     ] = None,
@@ -111,7 +118,9 @@ def memory(
     ] = None,
 ) -> None:
     """Show what the cache costs: by kind of layer, and against caches that keep every token in every layer."""
-    manifest = read_bundle(bundle, verify_files=False).manifest
+    from runtime_ref.programs import choose
+
+    manifest = choose(read_bundle(bundle, verify_files=False), format).manifest
     reached = manifest.max_context_length if tokens is None else tokens
     kinds = Table("layers", "number", "rows", "allocated", "used", title=f"Cache after {reached} tokens")
     for kind in planned_usage(manifest, reached):

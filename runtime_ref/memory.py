@@ -42,7 +42,7 @@ def usage(states: Sequence[StateSpec], rows: Sequence[int], used_rows: Sequence[
             report.append(
                 KindUsage(
                     kind=name,
-                    layers=len({spec.layer for spec, _, _ in own}),
+                    layers=len({layer for spec, _, _ in own for layer in spec.layers}),
                     rows=max(allocated for _, allocated, _ in own),
                     allocated_bytes=sum(spec.bytes(allocated) for spec, allocated, _ in own),
                     used_bytes=sum(spec.bytes(used) for spec, _, used in own),

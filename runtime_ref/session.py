@@ -11,20 +11,20 @@ from torch import Tensor
 from exporter.bundle import read_bundle
 from exporter.errors import RuntimeLimitError
 from exporter.spec import Manifest
-from runtime_ref.programs import Program, load_programs
+from runtime_ref.programs import Program, choose, load_program
 from runtime_ref.state import State
 
 Observer = Callable[[int, Tensor], None]
 
 
-def load(path: Path | str, *, verify_files: bool = True) -> Session:
-    """Open the bundle at `path` and start an empty session.
+def load(path: Path | str, *, format: str | None = None, verify_files: bool = True) -> Session:
+    """Open the bundle at `path` and start an empty session with its program of `format`, by default the first.
 
     Raises:
         BundleError: the bundle is missing, incomplete or altered, or its program cannot be loaded.
     """
-    bundle = read_bundle(path, verify_files=verify_files)
-    return Session(bundle.manifest, load_programs(bundle))
+    bundle = choose(read_bundle(path, verify_files=verify_files), format)
+    return Session(bundle.manifest, load_program(bundle))
 
 
 class Session:

@@ -74,20 +74,21 @@ def main(model: Annotated[Path, typer.Argument(help="The YAML of an export.")]) 
     """Print a row of the table for every variant."""
     quieten_libraries()
     source = pipeline.open_source(load_config(model))
+    states = source.states("executorch")
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = write_tokenizer(source.checkpoint, Path(folder))
         ids = torch.tensor([english_ids(Path(folder) / "tokenizer.json", tokenizer, TOKENS)])
-    original = pipeline.read_decoder(source, Progress.silent()).with_kernels(PlainKernels())
-    base = nll(original, source.states, ids)
+    original = pipeline.read_decoder(source, states, PlainKernels(), Progress.silent())
+    base = nll(original, states, ids)
     print(f"| float32 | {base:.4f} | |")
     rounded = original.with_kernels(PlainKernels())
     round_weights(rounded)
-    value = nll(rounded, source.states, ids)
+    value = nll(rounded, states, ids)
     print(f"| int8 linears, activations float | {value:.4f} | {value - base:+.4f} |", flush=True)
     for name, spec in variants(len(source.checkpoint.spec.layers)).items():
         decoder = original.with_kernels(PlainKernels())
         quantize(decoder, spec)
-        value = nll(decoder, source.states, ids)
+        value = nll(decoder, states, ids)
         print(f"| {name} | {value:.4f} | {value - base:+.4f} |", flush=True)
 
 

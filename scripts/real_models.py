@@ -24,7 +24,11 @@ ROOT = Path(__file__).resolve().parent.parent
 NONE = {"linear": "none", "embedding": "none", "head": "none"}
 INT8 = {"linear": "int8", "embedding": "int8", "head": "int8"}
 INT4 = {"linear": "int4", "embedding": "int8", "head": "int8", "keep_int8": ["down_proj", "v_proj"]}
-VARIANTS: dict[str, dict[str, Any]] = {"float32": NONE, "int8": INT8, "int4": INT4}
+INT8_CACHE = " over int8 caches"
+VARIANTS: dict[str, dict[str, Any]] = {
+    "float32": NONE, "int8": INT8, "int4": INT4, f"float32{INT8_CACHE}": NONE, f"int8{INT8_CACHE}": INT8,
+}  # fmt: skip
+"""How weights are kept, and by the name's ending how caches are."""
 MODELS = {"gemma3_270m": "Gemma 3 270M", "smollm2_135m": "SmolLM2 135M Instruct"}
 LONG_CONTEXT = {"gemma3_270m": 32768, "smollm2_135m": 8192}
 
@@ -32,7 +36,9 @@ LONG_CONTEXT = {"gemma3_270m": 32768, "smollm2_135m": 8192}
 def config_of(model: str, variant: str) -> Any:
     from exporter.config import load_config
 
-    overrides = {f"quantization.{key}": value for key, value in VARIANTS[variant].items()}
+    overrides: dict[str, Any] = {f"quantization.{key}": value for key, value in VARIANTS[variant].items()}
+    if variant.endswith(INT8_CACHE):
+        overrides["cache.dtype"] = "int8"
     return load_config(ROOT / "configs" / f"{model}.yaml", overrides)
 
 
@@ -131,7 +137,7 @@ def main(
         for variant in variants.split(","):
             name = f"{model}/{variant}"
             row = results["rows"].setdefault(name, {})
-            bundle = bundles / f"{model}_{variant}"
+            bundle = bundles / f"{model}_{variant}".replace(" ", "_")
             for work in (export, verify, long_context):
                 if keep and work.__name__ in row and bundle.exists():
                     continue
@@ -155,6 +161,7 @@ def markdown(results: dict[str, Any]) -> str:
     """The committed page."""
     from exporter import verify as v
 
+    effort = v.EFFORT["executorch"]
     parity, quality, exports, memory = [], [], [], []
     for name, row in results["rows"].items():
         model, variant = name.split("/")
@@ -186,8 +193,8 @@ means {int4}.
 
 ## Against Transformers
 
-{v.TOKENS} tokens of prompt in chunks (1: every token through `main`), then {v.GREEDY} greedy tokens of the reference,
-one by one. Positions are those whose logits a program produced; differences are of logits.
+{effort.tokens} tokens of prompt in chunks (1: every token through `main`), then {effort.greedy} greedy tokens of the
+reference, one by one. Positions are those whose logits a program produced; differences are of logits.
 
 {table(("model", "weights", "chunk", "positions", "max", "mean", "greedy", "argmax"), parity)}
 

@@ -7,8 +7,9 @@ positions and look rows up one by one; the oracle recomputes the whole sequence 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 import tokenizers
@@ -62,8 +63,7 @@ def toy_manifest(
     policy = CachePolicy(dtype=dtype, ring_slack=slack, initial_rows=4)
     method = MethodSpec(inputs=(), outputs=(), dims={}, mutates=())
     return Manifest(
-        name="toy", created="2026-01-01T00:00:00Z", model=model, states=state_specs(model, policy, context),
-        cache=policy,
+        name="toy", created="2026-01-01T00:00:00Z", model=model, cache=policy,
         max_context_length=context, max_prefill_chunk=chunk, dtype="float32", quantization=QuantizationSpec(),
         source=SourceSpec(kind="safetensors", name="toy", license=None, files={"model.safetensors": "0" * 64}),
         tokenizer=TokenizerSpec(
@@ -71,7 +71,8 @@ def toy_manifest(
         ),
         programs=(
             ProgramSpec(
-                format="executorch", file="model.pte", methods={"prefill": method, "main": method},
+                format="executorch", file="model.pte", weights="float32",
+                states=state_specs(model, policy, context), methods={"prefill": method, "main": method},
                 runtime="executorch 0", operators=(),
             ),
         ),
@@ -209,10 +210,15 @@ def byte_tokenizer() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def toy_bundle(directory: Path, manifest: Manifest | None = None, template: str | None = None) -> Bundle:
-    """A bundle directory whose program file is no program."""
+def toy_bundle(
+    directory: Path, manifest: Manifest | None = None, template: str | None = None,
+    files: Mapping[str, bytes] = MappingProxyType({}),
+) -> Bundle:  # fmt: skip
+    """A bundle directory whose program file is no program, with further `files`."""
     with write_bundle(directory) as writer:
-        (writer.path / "model.pte").write_bytes(b"no program")
+        for name, content in {"model.pte": b"no program", **files}.items():
+            (writer.path / name).parent.mkdir(parents=True, exist_ok=True)
+            (writer.path / name).write_bytes(content)
         (writer.path / "tokenizer").mkdir()
         byte_tokenizer().save(str(writer.path / "tokenizer" / "tokenizer.json"))
         (writer.path / "tokenizer" / "tokenizer_config.json").write_text('{"bos_token": "<bos>", "eos_token": "<eos>"}')

@@ -1,0 +1,88 @@
+"""One folder a format: `kernels()` are the caches its decoder is built on, `build` writes a program.
+
+A back end is imported when a config asks for it: its libraries take seconds to load, and some are optional.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from exporter.cache.interface import CacheKernels
+from exporter.describe import FileDescription
+from exporter.graph.contract import ProgramContract
+from exporter.model.decoder import Decoder
+from exporter.programs import Limits
+from exporter.progress import Detail
+from exporter.spec import CheckResult, Format, ProgramSpec
+
+Step = Callable[[str], AbstractContextManager[Detail]]
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a back end wrote: the program as the manifest describes it, and the graph checks it passed."""
+
+    program: ProgramSpec
+    checks: tuple[CheckResult, ...]
+
+
+class Backend(Protocol):
+    """The interface of the package of a format."""
+
+    VERSIONS: tuple[str, ...]
+    """The distributions that the file depends on, whose versions the manifest records."""
+
+    def kernels(self) -> CacheKernels:
+        """The cache implementation of this back end."""
+        ...
+
+    def build(self, decoder: Decoder, limits: Limits, options: Any, directory: Path, step: Step) -> Built:
+        """Write the program of `decoder` under `directory` and check it.
+
+        Args:
+            decoder: the float32 model over `kernels` and the states of this format's layout; it may be quantised in
+                place.
+            limits: the maxima its methods declare.
+            options: what the config says about this format.
+            directory: the staged bundle.
+            step: reports a step of the work.
+
+        Raises:
+            GraphContractError: a check failed.
+            UserError: the model or an option is none that this format can carry, or its packages are not installed.
+        """
+        ...
+
+
+class SelfDescribing(Backend, Protocol):
+    """A back end whose files say by themselves what they are; a `.pte` needs a manifest beside it."""
+
+    def check_file(self, path: Path, contracts: Sequence[ProgramContract]) -> list[CheckResult]:
+        """The graph checks on the program at `path`, one contract a method.
+
+        Raises:
+            BundleError: the program cannot be read.
+            GraphContractError: it is none with these methods and inputs.
+        """
+        ...
+
+    def describe(self, path: Path) -> FileDescription:
+        """What the program at `path` says of itself. Raises BundleError when it cannot be read."""
+        ...
+
+
+def backend(format: Format) -> Backend:
+    """The package of `format`."""
+    module: Any = importlib.import_module(f"exporter.backends.{format}")
+    return module
+
+
+def self_describing(format: Literal["coreml", "coreai"]) -> SelfDescribing:
+    """The package of one of the formats that are."""
+    module: Any = importlib.import_module(f"exporter.backends.{format}")
+    return module

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator, m
 from exporter.config import read_yaml_model
 from exporter.errors import ConfigError
 from exporter.graph.contract import EXPORTED_CHECKS, FILE_CHECKS, FileLimits, ProgramContract, delegated_floor
-from exporter.spec import CheckResult, DType, StateSpec, cache_states, state_name
+from exporter.spec import CheckResult, DType, Format, StateSpec, cache_states, stacked, state_name
 
 Count = Annotated[StrictInt, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -58,9 +58,8 @@ class ProgramForm(_Part):
     vocab_size: Count
     layers: tuple[LayerForm, ...] = Field(min_length=1)
 
-    @property
-    def states(self) -> tuple[StateSpec, ...]:
-        """The states in the order of the program's inputs, named as the exporter names them."""
+    def states(self, format: Format = "executorch") -> tuple[StateSpec, ...]:
+        """The states in the order of a program's inputs, named and laid out as the exporter does for `format`."""
         found: list[StateSpec] = []
         forms = [form for form in self.layers for _ in range(form.count)]
         for index, form in enumerate(forms):
@@ -68,7 +67,7 @@ class ProgramForm(_Part):
             if form.kind == "conv":
                 found.append(
                     StateSpec(
-                        name=state_name(index, "inputs"), layer=index, kind="conv", role="inputs", rows=rows,
+                        name=state_name(index, "inputs"), layers=(index,), kind="conv", role="inputs", rows=rows,
                         max_rows=rows, window=None, row_shape=form.row_shape, dtype=form.dtype,
                     )
                 )  # fmt: skip
@@ -77,7 +76,9 @@ class ProgramForm(_Part):
                     layer=index, kind=form.kind, rows=rows, max_rows=rows, window=None, dtype=form.dtype,
                     row_shape=form.row_shape,
                 )  # fmt: skip
-        return tuple(found)
+        if format == "coreml":
+            return tuple(state.model_copy(update={"static": True, "dtype": "float16"}) for state in found)
+        return stacked(found) if format == "coreai" else tuple(found)
 
 
 LIMIT_CHECKS = {

@@ -74,7 +74,10 @@ class Decoder(torch.nn.Module):
         distinct = [rope for i, rope in enumerate(ropes) if rope is not None and rope not in ropes[:i]]
         self.rotary_tables = torch.nn.ModuleList(RotaryTable(rope) for rope in distinct)
         self.rotary_index = [None if rope is None else distinct.index(rope) for rope in ropes]
-        self.layer_states = [[i for i, s in enumerate(states) if s.layer == n] for n in range(len(spec.layers))]
+        self.layer_states = [
+            [(i, state.layers.index(n)) for i, state in enumerate(states) if n in state.layers]
+            for n in range(len(spec.layers))
+        ]
 
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, states: Sequence[torch.Tensor], write_first: bool
@@ -102,11 +105,13 @@ class Decoder(torch.nn.Module):
             hidden = hidden * self.spec.embedding_scale
         positions = (torch.arange(query_len) + offset).to(torch.float32)
         rotary = [table(positions) for table in self.rotary_tables]
-        for layer, rope, indices in zip(self.layers, self.rotary_index, self.layer_states, strict=True):
-            own = [states[i] for i in indices]
+        for layer, rope, places in zip(self.layers, self.rotary_index, self.layer_states, strict=True):
+            own = [
+                states[i].narrow(0, place, 1) if len(self.states[i].layers) > 1 else states[i] for i, place in places
+            ]
             normed = layer.input_norm(hidden)
             if isinstance(layer.mixer, Attention):
-                window = self.states[indices[0]].window
+                window = self.states[places[0][0]].window
                 turn = None if rope is None else rotary[rope]
                 mixed = layer.mixer(normed, turn, own, offset=offset, window=window, write_first=write_first)
             else:

@@ -51,20 +51,41 @@ def check_call(method: str, input_ids: Tensor, position_ids: Tensor) -> None:
         )
 
 
-def load_programs(bundle: Bundle) -> Program:
-    """Load the program of `bundle` that this runtime can run.
+def choose(bundle: Bundle, format: str | None) -> Bundle:
+    """`bundle` with the program of `format` alone, by default its first.
 
     Raises:
-        BundleError: no program has both methods in a known format, or the runtime refuses the file.
+        BundleError: it has no such program.
     """
-    from runtime_ref.programs.pte import PteProgram
+    formats = [program.format for program in bundle.manifest.programs]
+    chosen = next((own for own in formats if format in (None, own)), None)
+    if chosen is None:
+        raise BundleError(
+            f"bundle {bundle.path.name}",
+            got=f"format {format}",
+            expected=f"one of {', '.join(formats)}, the formats of its programs",
+            repair="Choose one of those, or export the model again with that target.",
+        )
+    return Bundle(bundle.path, bundle.manifest.of(chosen))
 
-    for program in bundle.manifest.programs:
-        if program.format == "executorch" and {"prefill", "main"} <= program.methods.keys():
-            return PteProgram(bundle.path / program.file)
-    raise BundleError(
-        f"bundle {bundle.path.name}",
-        got=f"programs {[program.file for program in bundle.manifest.programs]}",
-        expected="an executorch program with the methods prefill and main",
-        repair="Export the model again with the executorch back end.",
-    )
+
+def load_program(bundle: Bundle) -> Program:
+    """Load the one program of `bundle`.
+
+    Raises:
+        BundleError: it lacks a method, or the runtime refuses the file.
+    """
+    program = bundle.manifest.program
+    if not {"prefill", "main"} <= program.methods.keys():
+        raise BundleError(
+            f"bundle {bundle.path.name}",
+            got=f"{program.file} with the methods {', '.join(program.methods) or 'none'}",
+            expected="a program with the methods prefill and main",
+            repair="Export the model again.",
+        )
+    # A runtime is imported when a program needs it: each takes seconds, and some are optional.
+    if program.format == "executorch":
+        from runtime_ref.programs.pte import PteProgram
+
+        return PteProgram(bundle.path / program.file)
+    raise AssertionError(f"no loader for {program.format}")

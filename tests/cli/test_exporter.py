@@ -11,6 +11,7 @@ import pytest
 from conftest import write_config
 
 from exporter import pipeline
+from exporter.backends.executorch import program as pte_program
 from exporter.bundle import read_bundle
 from exporter.cli import main
 
@@ -36,7 +37,7 @@ def test_a_dry_run_prints_config_layers_and_memory_and_traces_nothing(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, tiny_checkpoint: Path
 ) -> None:
     config = write_config(tmp_path / "dry.yaml", tiny_checkpoint)
-    monkeypatch.setattr(pipeline, "trace", None)
+    monkeypatch.setattr(pipeline, "backend", None)
     assert run(monkeypatch, "export", "--model", config, "--dry-run", "--out", tmp_path / "out") == 0
     printed = capfd.readouterr().out
     assert "'max_context_length': 160" in printed
@@ -147,7 +148,7 @@ def test_a_full_disk_leaves_no_bundle(
     def no_space(self: Path, data: bytes) -> int:
         raise OSError(errno.ENOSPC, "No space left on device", str(self))
 
-    monkeypatch.setattr(pipeline, "lower", lambda programs: b"program")
+    monkeypatch.setattr(pte_program, "lower", lambda programs: b"program")
     monkeypatch.setattr(Path, "write_bytes", no_space)
     assert "disk full" in refused(monkeypatch, capfd, "export", "--model", config, "--out", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full.yaml"]
@@ -162,7 +163,7 @@ def test_an_export_that_is_interrupted_leaves_the_old_bundle(
     def interrupt(programs: object) -> bytes:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pipeline, "lower", interrupt)
+    monkeypatch.setattr(pte_program, "lower", interrupt)
     monkeypatch.setattr("sys.argv", ["exporter", "export", "--model", str(config), "--out", str(tmp_path / "out")])
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         main()

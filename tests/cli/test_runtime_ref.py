@@ -22,7 +22,7 @@ def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A bundle whose program is the toy model."""
     toy_bundle(tmp_path / "toy", MANIFEST, template="<{{ messages[0].content }}>")
     for module in ("runtime_ref.programs", "runtime_ref.session"):
-        monkeypatch.setattr(f"{module}.load_programs", lambda bundle: toy_program(bundle.manifest))
+        monkeypatch.setattr(f"{module}.load_program", lambda bundle: toy_program(bundle.manifest))
     return tmp_path / "toy"
 
 

@@ -23,7 +23,7 @@ ROLES: tuple[Literal["keys", "values"], ...] = ("keys", "values")
 
 STATES = tuple(
     StateSpec(
-        name=f"layer_{layer}_{role}", layer=layer, role=role, kind="full" if layer else "ring",
+        name=f"layer_{layer}_{role}", layers=(layer,), role=role, kind="full" if layer else "ring",
         rows=16 if layer else WINDOW, max_rows=MAX_LEN if layer else WINDOW, window=None if layer else WINDOW,
         row_shape=(HEADS, HEAD_DIM), dtype="float32",
     )

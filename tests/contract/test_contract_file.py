@@ -10,7 +10,7 @@ import yaml
 from programs_for_checks import CONTRACTS
 from tiny_models import CONV, GLOBAL, SLIDING, decoder_of, model
 
-from exporter import pipeline
+from exporter.backends.executorch.program import graph_contracts
 from exporter.errors import ConfigError
 from exporter.graph.contract import EXPORTED_CHECKS, FILE_CHECKS, MIN_DELEGATED_SHARE
 from exporter.graph.contract_file import ContractFile, ProgramForm, load_contract
@@ -77,7 +77,7 @@ def test_layers_are_the_states_the_exporter_makes(tmp_path: Path) -> None:
     layers = [RING | {"rows": 11, "count": 2}, FULL, CONV_FORM, RING | {"rows": 11}]
     form = load(tmp_path, {"program": PROGRAM | {"layers": layers}}).program
     assert isinstance(form, ProgramForm)
-    ours, limits = form.states, Limits(max_context_length=160, max_prefill_chunk=40)
+    ours, limits = form.states(), Limits(max_context_length=160, max_prefill_chunk=40)
     theirs = state_specs(spec, CachePolicy(ring_slack=3), 160)
     assert [(s.name, s.kind, s.role, s.max_rows, s.row_shape) for s in ours] == [
         (s.name, s.kind, s.role, s.max_rows, s.row_shape) for s in theirs
@@ -132,6 +132,6 @@ def test_required_checks_are_kept_and_must_have_run(tmp_path: Path) -> None:
 
 def test_every_export_is_held_to_the_recorded_floor() -> None:
     decoder = decoder_of(model(SLIDING, GLOBAL))
-    contracts = pipeline.graph_contracts(decoder, Limits(max_context_length=64, max_prefill_chunk=8))
+    contracts = graph_contracts(decoder, Limits(max_context_length=64, max_prefill_chunk=8))
     assert {c.method: c.min_delegated_share for c in contracts} == MIN_DELEGATED_SHARE
     assert set(MIN_DELEGATED_SHARE) == set(METHODS) and min(MIN_DELEGATED_SHARE.values()) > 0.4

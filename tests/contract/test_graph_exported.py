@@ -154,7 +154,7 @@ def test_sampled_lengths_wrap_the_ring_and_reach_the_corners() -> None:
 @pytest.mark.parametrize("read_first", [True, False])
 def test_a_convolution_reads_its_state_before_it_is_replaced(read_first: bool) -> None:
     state = StateSpec(
-        name="layer_0_inputs", layer=0, kind="conv", role="inputs", rows=2, max_rows=2, window=None, row_shape=(4,),
+        name="layer_0_inputs", layers=(0,), kind="conv", role="inputs", rows=2, max_rows=2, window=None, row_shape=(4,),
         dtype="float32",
     )  # fmt: skip
     interface = MethodSpec(

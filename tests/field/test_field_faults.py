@@ -16,6 +16,7 @@ from tiny_models import KERNELS, SPECS, decoder_of, one_thread, play, states_of,
 
 import runtime_ref
 from exporter import pipeline
+from exporter.backends.executorch import program as pte_program
 from exporter.bundle import read_bundle
 from exporter.config import load_config
 from exporter.errors import GraphContractError
@@ -24,7 +25,7 @@ from exporter.graph import read_pte
 from exporter.progress import Progress
 from exporter.spec import AttentionSpec, CachePolicy, ModelSpec, ShortConvSpec, state_specs
 from runtime_ref.generate import Generation
-from runtime_ref.programs import load_programs
+from runtime_ref.programs import load_program
 from runtime_ref.sampling import Sampler
 from runtime_ref.tokenizer import Tokenizer
 
@@ -72,7 +73,7 @@ def test_12_each_layer_has_the_rows_of_its_own_kind(name: str, context: int, sla
     spec = SPECS[name]
     states = state_specs(spec, CachePolicy(ring_slack=slack), context)
     for index, layer in enumerate(spec.layers):
-        rows = {state.max_rows for state in states if state.layer == index}
+        rows = {state.max_rows for state in states if state.layers == (index,)}
         if isinstance(layer.mixer, ShortConvSpec):
             assert rows == {layer.mixer.kernel_size - 1}
         elif layer.mixer.window is None:
@@ -135,7 +136,7 @@ def test_41_both_methods_share_the_callers_state_and_programs_share_none(tiny_bu
     ids, bundle = ids_of(20), read_bundle(tiny_bundle)
     session = runtime_ref.load(tiny_bundle)
     session.prefill(ids)
-    states, program, unrelated = session.state.tensors, session.program, load_programs(bundle)
+    states, program, unrelated = session.state.tensors, session.program, load_program(bundle)
 
     def main(run: Any, seq_len: int, tensors: list[torch.Tensor]) -> torch.Tensor:
         positions = torch.arange(seq_len)[None]
@@ -154,7 +155,7 @@ def test_42_the_file_stores_the_models_weights_and_hardly_more(request: pytest.F
     """Against the bytes of the model's own parameters, tied ones once: what is stored at distinct places."""
     bundle = request.getfixturevalue(name)
     source = pipeline.open_source(load_config(bundle.with_suffix(".yaml")))
-    decoder = pipeline.read_decoder(source, Progress.silent())
+    decoder = pipeline.target_decoder(source, "executorch", Progress.silent())
     weights = sum(p.numel() * p.element_size() for p in decoder.parameters())
     file = read_pte((bundle / "model.pte").read_bytes())
     places = {blob.offset: blob.size for blob in (*file.constants.values(), *file.named)}
@@ -165,10 +166,10 @@ def test_42_the_file_stores_the_models_weights_and_hardly_more(request: pytest.F
 def test_44_an_operator_the_named_runtime_lacks_stops_the_export(
     tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    runtime, registry = pipeline.runtime_registry()
+    runtime, registry = pte_program.runtime_registry()
     data = (tiny_bundle / "model.pte").read_bytes()
-    monkeypatch.setattr(pipeline, "lower", lambda programs: data)
-    monkeypatch.setattr(pipeline, "runtime_registry", lambda: (runtime, registry - {"aten::mean.out"}))
+    monkeypatch.setattr(pte_program, "lower", lambda programs: data)
+    monkeypatch.setattr(pte_program, "runtime_registry", lambda: (runtime, registry - {"aten::mean.out"}))
     with pytest.raises(
         GraphContractError, match=r"operators_in_registry failed \(aten::mean\.out is not in the runtime"
     ):

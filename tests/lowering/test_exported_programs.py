@@ -14,6 +14,7 @@ from executorch.runtime import Runtime
 
 import runtime_ref
 from exporter import pipeline, verify
+from exporter.backends.executorch import program as pte_program
 from exporter.backends.executorch.share import share_equal_bytes
 from exporter.bundle import read_bundle
 from exporter.cache.plain import PlainKernels
@@ -21,6 +22,7 @@ from exporter.config import load_config
 from exporter.errors import RuntimeLimitError, VerificationError
 from exporter.graph import read_pte, stored_weights
 from exporter.model.mlp import gelu_tanh
+from exporter.programs import METHODS, trace
 from exporter.progress import Progress
 from exporter.quantization import quantize
 from runtime_ref.session import Session
@@ -34,7 +36,7 @@ LOGITS, STATES = 1e-4, 5e-5
 def sessions(bundle: Path) -> tuple[Session, Session]:
     """The shipped program, and the eager decoder it was traced from on plain caches."""
     source = pipeline.open_source(load_config(bundle.with_suffix(".yaml")))
-    decoder = pipeline.read_decoder(source, Progress.silent())
+    decoder = pipeline.target_decoder(source, "executorch", Progress.silent())
     quantize(decoder, source.config.quantization)
     manifest = read_bundle(bundle).manifest
     return runtime_ref.load(bundle), verify.eager_session(manifest, decoder.with_kernels(PlainKernels()))
@@ -187,15 +189,15 @@ def test_a_program_with_other_weights_is_refused(
     tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Verification fails the export, and nothing is left of it."""
-    original = pipeline.lower
+    original = pte_program.lower
 
     def with_another_norm(programs: object) -> bytes:
         source = pipeline.open_source(load_config(tiny_bundle.with_suffix(".yaml")))
-        decoder = pipeline.read_decoder(source, Progress.silent())
+        decoder = pipeline.target_decoder(source, "executorch", Progress.silent())
         decoder.norm.weight.mul_(1.01)
-        return original({method: pipeline.trace(decoder, method, source.limits) for method in pipeline.METHODS})
+        return original({method: trace(decoder, method, source.limits) for method in METHODS})
 
-    monkeypatch.setattr(pipeline, "lower", with_another_norm)
+    monkeypatch.setattr(pte_program, "lower", with_another_norm)
     with pytest.raises(VerificationError, match="eager"):
         pipeline.export(load_config(tiny_bundle.with_suffix(".yaml")), tmp_path / "out", Progress.silent())
     assert not list(tmp_path.iterdir())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from pathlib import Path
 
@@ -33,8 +32,9 @@ def ids_of(count: int) -> list[int]:
 
 def eager_over(manifest: Manifest, bundle: Path) -> Session:
     source = pipeline.open_source(load_config(bundle.with_suffix(".yaml")))
-    decoder = pipeline.read_decoder(dataclasses.replace(source, states=manifest.states), Progress.silent())
-    return verify.eager_session(manifest, decoder.with_kernels(PlainKernels()))
+    return verify.eager_session(
+        manifest, pipeline.read_decoder(source, manifest.states, PlainKernels(), Progress.silent())
+    )
 
 
 def test_the_bundle_says_what_it_is(int8_cache_bundle: Path) -> None:

@@ -26,7 +26,7 @@ PIECES = [1, 1, 2, 7, 8, 9, 63, 64, 512, 1, 129, 300, 1, 1, 461]
 @pytest.mark.parametrize("model", ["gemma3_270m", "smollm2_135m"])
 def test_exported_programs_equal_eager_on_logits_and_every_state(model: str, kernels: str, tmp_path: Path) -> None:
     source = pipeline.open_source(load_config(CONFIGS / f"{model}.yaml", NONE))
-    decoder = pipeline.read_decoder(source, Progress.silent())
+    decoder = pipeline.target_decoder(source, "executorch", Progress.silent())
     if kernels == "plain":
         decoder = decoder.with_kernels(PlainKernels())
     tokenizer = write_tokenizer(source.checkpoint, tmp_path)

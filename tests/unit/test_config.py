@@ -68,7 +68,7 @@ def test_an_unknown_key_deeper_down(tmp_path: Path, section: str, allowed: str) 
         ({"max_context_length": "long"}, ["max_context_length = 'long'", "integer"]),
         ({"targets": []}, ["targets = []", "at least one target"]),
         ({"targets": ["executorch", "executorch"]}, ["each named once"]),
-        ({"targets": ["coreml"]}, ["targets.0 = 'coreml'", "executorch"]),
+        ({"targets": ["tflite"]}, ["targets.0 = 'tflite'", "executorch"]),
         ({"name": "../escape"}, ["name = '../escape'"]),
         ({"cache": {"growth": "triple"}}, ["cache.growth = 'triple'", "double"]),
         ({"quantization": {"linear": "int3"}}, ["quantization.linear = 'int3'", "int8"]),

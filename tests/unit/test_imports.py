@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 EXPORTER = sorted((ROOT / "exporter").rglob("*.py"))
 RUNTIME = sorted((ROOT / "runtime_ref").rglob("*.py"))
+SPEC = {f"exporter.spec.{part}" for part in ("base", "model", "states", "manifest")}
 LEAFS = {"exporter.spec", "exporter.bundle", "exporter.errors", "exporter.quiet"}
 
 
@@ -40,7 +41,15 @@ def test_only_verify_imports_the_runtime(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("leaf", "allowed"),
-    [("spec", set()), ("errors", set()), ("bundle", {"exporter.errors", "exporter.spec"})],
+    [
+        ("spec/base", set()),
+        ("spec/model", SPEC),
+        ("spec/states", SPEC | {"exporter.errors"}),
+        ("spec/manifest", SPEC | {"exporter.errors"}),
+        ("spec/__init__", SPEC),
+        ("errors", set()),
+        ("bundle", {"exporter.errors", "exporter.spec"}),
+    ],
 )
 def test_leafs_import_neither_torch_nor_other_parts(leaf: str, allowed: set[str]) -> None:
     heavy = {"torch", "executorch", "transformers", "numpy"}

@@ -29,6 +29,7 @@ from toy import toy_manifest
 
 from exporter import verify
 from exporter.cache.storage import quantize_rows
+from exporter.config import CheckpointConfig, ExportConfig
 from exporter.errors import BundleError, VerificationError
 from exporter.plan import growths, model_states
 from exporter.spec import CachePolicy, Comparison, ModelSpec, QuantizationSpec, state_specs
@@ -127,8 +128,10 @@ def test_chunks_change_nothing_beyond_float_rounding(splits: list[int], kernels:
 
 def session_of(spec: ModelSpec = MIXED, dtype: CacheDType = "int8", slack: int = 3) -> Session:
     policy = CachePolicy(dtype=dtype, initial_rows=4, ring_slack=slack)
-    manifest = toy_manifest(context=CONTEXT, chunk=64).model_copy(
-        update={"model": spec, "cache": policy, "states": state_specs(spec, policy, CONTEXT)}
+    manifest = (
+        toy_manifest(context=CONTEXT, chunk=64)
+        .model_copy(update={"model": spec, "cache": policy})
+        .with_states(state_specs(spec, policy, CONTEXT))
     )
     return verify.eager_session(manifest, decoder_of(spec, slack=slack, initial_rows=4, dtype=dtype))
 
@@ -196,6 +199,8 @@ def test_a_program_over_an_int8_cache_is_judged_by_its_distribution() -> None:
 
 def test_a_bundle_is_not_compared_with_another_kind_of_cache() -> None:
     manifest = session_of().manifest
-    verify.check_same_source(manifest, manifest.source, manifest.quantization, CachePolicy(dtype="int8"))
+    checkpoint = CheckpointConfig(path=Path("toy"))
+    same = ExportConfig(name="toy", checkpoint=checkpoint, cache=CachePolicy(dtype="int8"))
+    verify.check_same_source(manifest, manifest.source, same)
     with pytest.raises(BundleError, match=r"cache.dtype float32 in the config; expected int8"):
-        verify.check_same_source(manifest, manifest.source, manifest.quantization, CachePolicy())
+        verify.check_same_source(manifest, manifest.source, ExportConfig(name="toy", checkpoint=checkpoint))

@@ -98,7 +98,7 @@ def test_a_refused_rewind_names_what_is_left() -> None:
 def test_a_window_of_one_is_not_to_blame() -> None:
     manifest = toy_manifest(("ring", "ring"), window=8)
     one = tuple(s.model_copy(update={"window": 1, "rows": 1, "max_rows": 1}) for s in manifest.states[:2])
-    state = State(manifest.model_copy(update={"states": one + manifest.states[2:]}))
+    state = State(manifest.with_states(one + manifest.states[2:]))
     mark(state, 30)
     with pytest.raises(RuntimeLimitError, match="position 22 is the oldest"):
         state.rewind(2)

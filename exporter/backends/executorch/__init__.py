@@ -2,5 +2,6 @@
 
 from exporter.backends.executorch.cache import ExecutorchKernels
 from exporter.backends.executorch.lower import lower
+from exporter.backends.executorch.program import VERSIONS, build, kernels
 
-__all__ = ["ExecutorchKernels", "lower"]
+__all__ = ["VERSIONS", "ExecutorchKernels", "build", "kernels", "lower"]

@@ -1,0 +1,104 @@
+"""From a decoder to a checked `.pte`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch.export import ExportedProgram
+
+from exporter.backends import Built, Step
+from exporter.backends.executorch.cache import ExecutorchKernels
+from exporter.backends.executorch.lower import lower
+from exporter.cache.interface import CacheKernels
+from exporter.graph import (
+    ProgramContract,
+    check_exported,
+    check_lowered,
+    read_pte,
+    refuse_failed,
+    runtime_registry,
+)
+from exporter.graph.contract import delegated_floor
+from exporter.model.decoder import Decoder
+from exporter.programs import METHODS, Limits, Method, method_spec, trace
+from exporter.quantization import quantize
+from exporter.spec import CheckResult, ProgramSpec, QuantizationSpec
+
+PROGRAM_FILE = "model.pte"
+VERSIONS = ("executorch", "torchao")
+
+
+def kernels() -> CacheKernels:
+    return ExecutorchKernels()
+
+
+def build(decoder: Decoder, limits: Limits, options: QuantizationSpec, directory: Path, step: Step) -> Built:
+    """See `Backend.build`; `decoder` is quantised in place."""
+    if options.is_quantized:
+        with step("quantise"):
+            quantize(decoder, options)
+    with step("trace prefill and main"):
+        programs = {method: trace(decoder, method, limits) for method in METHODS}
+    contracts = graph_contracts(decoder, limits)
+    with step("check graphs") as detail:
+        checks = check_programs(programs, contracts)
+        detail(f"{len(checks)} checks passed")
+    with step("lower to ExecuTorch") as detail:
+        data = lower(programs)
+        del programs
+        (directory / PROGRAM_FILE).write_bytes(data)
+        detail(f"{len(data) / 1e6:.0f} MB")
+    with step("check lowered program") as detail:
+        runtime, operators = runtime_registry()
+        lowered = check_lowered(data, contracts, operators)
+        refuse_failed(lowered)
+        file = read_pte(data)
+        outside = sorted({name for plan in file.plans.values() for name in plan.operators_called()})
+        detail(f"{len(lowered)} checks passed")
+    program = ProgramSpec(
+        format="executorch",
+        file=PROGRAM_FILE,
+        weights=_weights(options),
+        states=decoder.states,
+        methods={method: method_spec(decoder, method, limits) for method in METHODS},
+        runtime=runtime,
+        operators=tuple(outside),
+    )
+    return Built(program, (*checks, *lowered))
+
+
+def _weights(options: QuantizationSpec) -> str:
+    if not options.is_quantized:
+        return "float32"
+    return f"linear {options.linear}, embedding {options.embedding}, head {options.head}"
+
+
+def graph_contracts(decoder: Decoder, limits: Limits) -> tuple[ProgramContract, ...]:
+    """What every method promises; a lowering that delegates less than was measured breaks it."""
+    return tuple(
+        ProgramContract(
+            method=method,
+            interface=method_spec(decoder, method, limits),
+            states=decoder.states,
+            min_delegated_share=delegated_floor(method, decoder.states),
+        )
+        for method in METHODS
+    )
+
+
+def check_programs(
+    programs: Mapping[Method, ExportedProgram], contracts: Sequence[ProgramContract]
+) -> list[CheckResult]:
+    """Hold every traced program to its contract.
+
+    Raises:
+        GraphContractError: a check failed.
+    """
+    results = [
+        result
+        for method, contract in zip(METHODS, contracts, strict=True)
+        for result in check_exported(programs[method], contract)
+    ]
+    refuse_failed(results)
+    return results

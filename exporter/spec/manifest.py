@@ -1,0 +1,201 @@
+"""What a bundle says of itself: its programs, where they came from, how they were checked and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field
+
+from exporter.spec.base import DType, Spec
+from exporter.spec.model import ModelSpec
+from exporter.spec.states import CachePolicy, Layout, StateSpec, state_specs
+
+MANIFEST_VERSION = 2
+
+
+class QuantizationSpec(Spec):
+    """Weights per kind of tensor; activations of quantised linears are int8, quantised per token at run time.
+
+    `int8` is symmetric per output channel; `int4` symmetric per group of `group_size` input channels. Linears whose
+    name contains one of `keep_int8` stay int8 when `linear` is int4. An embedding is int8 per row or int4 per group.
+    """
+
+    linear: Literal["none", "int8", "int4"] = "none"
+    embedding: Literal["none", "int8", "int4"] = "none"
+    head: Literal["none", "int8", "int4"] = "none"
+    group_size: int = Field(default=32, ge=32, multiple_of=32)
+    keep_int8: tuple[str, ...] = ()
+
+    @property
+    def is_quantized(self) -> bool:
+        return {self.linear, self.embedding, self.head} != {"none"}
+
+
+class TensorSpec(Spec):
+    """An input or output of a program; a string in `shape` names a dynamic dimension of `dims`."""
+
+    name: str
+    shape: tuple[int | str, ...]
+    dtype: str
+
+
+class MethodSpec(Spec):
+    """One method: inputs in call order, outputs in order, the inclusive range of every dynamic dimension.
+
+    `function` is its name in the file where that differs from the method's.
+    """
+
+    function: str | None = None
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    dims: dict[str, tuple[int, int]]
+    mutates: tuple[str, ...]
+
+
+Format = Literal["executorch", "coreml", "coreai"]
+LAYOUTS: dict[Format, Layout] = {"executorch": "per_layer", "coreml": "static", "coreai": "stacked"}
+STATE_DTYPES: dict[Format, DType] = {"coreml": "float16"}
+"""The formats whose states have one dtype whatever the cache policy says."""
+
+
+class CoreMLOptions(Spec):
+    """How a Core ML program keeps its weights: `int8` per output channel, `int4` per block of 32 input channels,
+    `palettized4` as 4-bit indices into a table. ``float32`` computes in float32 too, for comparisons; its states are
+    float16 all the same."""
+
+    weights: Literal["float32", "float16", "int8", "int4", "palettized4"] = "float16"
+
+
+class CoreAIOptions(Spec):
+    """How a Core AI program keeps its weights: `int4` per block of 32 input channels."""
+
+    weights: Literal["float32", "float16", "int4"] = "float16"
+
+
+class ProgramSpec(Spec):
+    """One program, a file or a directory of the bundle. `format` selects the loader.
+
+    `states` is the state it takes, `weights` says in a word how its weights are stored, `operators` are those it uses;
+    of an ExecuTorch program, those outside every delegate.
+    """
+
+    format: Format
+    file: str
+    weights: str
+    states: tuple[StateSpec, ...]
+    methods: dict[str, MethodSpec]
+    runtime: str
+    operators: tuple[str, ...]
+
+
+class SourceSpec(Spec):
+    """Where the weights came from: `files` maps a file's name (never its path) to its SHA-256."""
+
+    kind: Literal["safetensors", "gguf"]
+    name: str
+    license: str | None
+    files: dict[str, str]
+
+
+class TokenizerSpec(Spec):
+    """What generation needs to know. `eos_token_ids`: each of them stops."""
+
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    add_bos: bool
+    has_chat_template: bool
+
+
+class CheckResult(Spec):
+    """One line of the graph contract: `program` is a method's name, `evidence` what was seen in the graph."""
+
+    format: Format = "executorch"
+    name: str
+    program: str
+    passed: bool
+    evidence: str
+
+
+class Comparison(Spec):
+    """How far a program was from a reference on the same tokens. `positions` counts compared rows of logits.
+
+    KL divergence is that of the program's next-token distribution from the reference's, in nats, `nll` the mean
+    negative log-likelihood of the true next tokens.
+    """
+
+    format: Format = "executorch"
+    reference: str
+    positions: int
+    max_abs_difference: float
+    mean_abs_difference: float
+    mean_kl_divergence: float
+    argmax_agreement: float
+    greedy_agreement: str | None = None
+    max_state_difference: float | None = None
+    nll: float | None = None
+    reference_nll: float | None = None
+
+
+class FileEntry(Spec):
+    bytes: int
+    sha256: str
+
+
+class Manifest(Spec):
+    """What a bundle says of itself (`manifest.json`).
+
+    Whoever runs or checks one program looks at the manifest `of` its format, which names no other.
+    """
+
+    version: int = MANIFEST_VERSION
+    name: str
+    created: str
+    model: ModelSpec
+    cache: CachePolicy
+    max_context_length: int
+    max_prefill_chunk: int
+    dtype: DType
+    quantization: QuantizationSpec
+    source: SourceSpec
+    tokenizer: TokenizerSpec
+    programs: tuple[ProgramSpec, ...]
+    graph_checks: tuple[CheckResult, ...]
+    verification: tuple[Comparison, ...]
+    versions: dict[str, str]
+    files: dict[str, FileEntry]
+
+    def of(self, format: Format) -> Manifest:
+        """The same bundle with the program of one format alone; the bundle must have it."""
+        own = tuple(program for program in self.programs if program.format == format)
+        assert len(own) == 1, f"{len(own)} programs of format {format}"
+        return self.model_copy(update={"programs": own})
+
+    @property
+    def program(self) -> ProgramSpec:
+        """The one program of a manifest that has no other."""
+        (program,) = self.programs
+        return program
+
+    @property
+    def states(self) -> tuple[StateSpec, ...]:
+        """The states of that program."""
+        return self.program.states
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether that program rounds: weights or activations, or the rows of its caches."""
+        if self.program.format == "executorch":
+            return self.quantization.is_quantized or self.cache.dtype == "int8"
+        return self.program.weights != "float32" or any(state.dtype != "float32" for state in self.states)
+
+    def with_states(self, states: Sequence[StateSpec]) -> Manifest:
+        """The same program over other states."""
+        return self.model_copy(update={"programs": (self.program.model_copy(update={"states": tuple(states)}),)})
+
+    def with_float_caches(self) -> Manifest:
+        """The same program over float32 caches."""
+        cache = self.cache.model_copy(update={"dtype": "float32"})
+        layout = LAYOUTS[self.program.format]
+        states = state_specs(self.model, cache, self.max_context_length, layout, "float32")
+        return self.model_copy(update={"cache": cache}).with_states(states)
