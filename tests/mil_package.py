@@ -1,4 +1,4 @@
-"""Write `.mlpackage` folders by hand, byte by byte: the reader under test and this writer share only the protobuf classes.
+"""Write `.mlpackage` folders by hand, byte by byte: reader and writer share nothing but the protobuf classes.
 
 A builder makes one package. Values are named by their strings; a constant is written where it is used, in the weight
 file when its `Blob` says so.

@@ -72,10 +72,12 @@ def unpacked(name: str, dtype: str, wide: bool, monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize(("shape", "blocks"), [((6, 8), (6, 1)), ((6, 8), (6, 4)), ((6, 8), (3, 2)), ((4, 2, 3), (1, 2, 1))])
+@pytest.mark.parametrize(
+    ("shape", "blocks"), [((6, 8), (6, 1)), ((6, 8), (6, 4)), ((6, 8), (3, 2)), ((4, 2, 3), (1, 2, 1))]
+)
 @pytest.mark.parametrize("shifted", [False, True])
 def test_blockwise_shift_scale(
-    shape: tuple[int, ...], blocks: tuple[int, ...], shifted: bool, wide: bool, dtype: str,
+    shape: tuple[int, ...], blocks: tuple[int, ...], *, shifted: bool, wide: bool, dtype: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     generator = np.random.default_rng(0)

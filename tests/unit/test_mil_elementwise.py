@@ -30,9 +30,7 @@ def each(function: Binary, x: np.ndarray, y: np.ndarray, dtype: str) -> np.ndarr
     shape = tuple(max(a, b) for a, b in zip(x.shape, y.shape, strict=True))
     out = np.zeros(shape, dtype)
     for place in np.ndindex(*shape):
-        a, b = (
-            v[tuple(0 if size == 1 else i for i, size in zip(place, v.shape, strict=True))].item() for v in (x, y)
-        )
+        a, b = (v[tuple(0 if size == 1 else i for i, size in zip(place, v.shape, strict=True))].item() for v in (x, y))
         out[place] = function(a, b)
     return out
 

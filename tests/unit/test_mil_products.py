@@ -67,7 +67,10 @@ def test_a_wide_weight_gives_the_result_of_the_half_it_stands_for() -> None:
     x, weight, bias = randoms((1, 7, 64), "float16"), randoms((5, 64), "float16", 1), randoms((5,), "float16", 2)
     narrow = call("linear", x=x, weight=weight, bias=bias)
     same(call("linear", x=x, weight=weight.astype(np.float32), bias=bias), narrow)
-    same(call("matmul", x=x, y=weight.astype(np.float32), transpose_y=True), call("matmul", x=x, y=weight, transpose_y=True))
+    same(
+        call("matmul", x=x, y=weight.astype(np.float32), transpose_y=True),
+        call("matmul", x=x, y=weight, transpose_y=True),
+    )
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -114,11 +117,15 @@ def test_scaled_dot_product_attention(lead: tuple[int, ...], dtype: str) -> None
 
 def test_attention_to_nothing_is_not_a_number() -> None:
     q = randoms((1, 2, 4))
-    ours = call("scaled_dot_product_attention", query=q, key=q, value=q, attn_mask=np.array([[True, False], [False] * 2]))
+    ours = call(
+        "scaled_dot_product_attention", query=q, key=q, value=q, attn_mask=np.array([[True, False], [False] * 2])
+    )
     assert np.isfinite(ours[0, 0]).all() and np.isnan(ours[0, 1]).all()
 
 
-def convolved(x: np.ndarray, weight: np.ndarray, step: int, before: int, after: int, gap: int, groups: int) -> np.ndarray:
+def convolved(
+    x: np.ndarray, weight: np.ndarray, *, step: int = 1, before: int = 0, after: int = 0, gap: int = 1, groups: int = 1
+) -> np.ndarray:
     """One axis: out[n, o, p] is the sum over c and k of weight[o, c, k] * padded[n, first + c, p * step + k * gap]."""
     batch, channels, size = x.shape
     outs, per_group, kernel = weight.shape
@@ -134,26 +141,28 @@ def convolved(x: np.ndarray, weight: np.ndarray, step: int, before: int, after: 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(
-    ("arguments", "step", "before", "after", "gap", "groups"),
+    ("arguments", "meant"),
     [
-        ({}, 1, 0, 0, 1, 1),
-        ({"groups": 2}, 1, 0, 0, 1, 2),
-        ({"strides": (2,), "dilations": (2,)}, 2, 0, 0, 2, 1),
-        ({"pad_type": "custom", "pad": (2, 1)}, 1, 2, 1, 1, 1),
-        ({"pad_type": "same", "strides": (2,)}, 2, 0, 1, 1, 1),  # 6 places, stride 2, kernel 3: one zero, after
-        ({"pad_type": "same_lower", "strides": (2,)}, 2, 1, 0, 1, 1),
-        ({"pad_type": "same"}, 1, 1, 1, 1, 1),
+        ({}, {}),
+        ({"groups": 2}, {"groups": 2}),
+        ({"strides": (2,), "dilations": (2,)}, {"step": 2, "gap": 2}),
+        ({"pad_type": "custom", "pad": (2, 1)}, {"before": 2, "after": 1}),
+        # 6 places, stride 2, kernel 3: one zero, after or before.
+        ({"pad_type": "same", "strides": (2,)}, {"step": 2, "after": 1}),
+        ({"pad_type": "same_lower", "strides": (2,)}, {"step": 2, "before": 1}),
+        ({"pad_type": "same"}, {"before": 1, "after": 1}),
     ],
 )
-def test_conv(arguments: Any, step: int, before: int, after: int, gap: int, groups: int, dtype: str) -> None:
+def test_conv(arguments: dict[str, Any], meant: dict[str, int], dtype: str) -> None:
+    groups = meant.get("groups", 1)
     x, weight, bias = randoms((2, 4, 6), dtype), randoms((6, 4 // groups, 3), dtype, 1), randoms((6,), dtype, 2)
-    exact = convolved(x, weight, step, before, after, gap, groups)
-    size = convolved(np.abs(x), np.abs(weight), step, before, after, gap, groups)
+    exact = convolved(x, weight, **meant)
+    size = convolved(np.abs(x), np.abs(weight), **meant)
     near(call("conv", x=x, weight=weight, **arguments), exact, size, dtype)
     near(call("conv", x=x, weight=weight, bias=bias, **arguments), exact + bias[:, None], size + 8, dtype)
     flat = call("conv", x=x[:, :, None], weight=weight[:, :, None], pad_type=arguments.get("pad_type", "valid"),
                 pad=(0, 0, *arguments["pad"]) if "pad" in arguments else None, groups=groups,
-                strides=(1, step), dilations=(1, gap))  # fmt: skip
+                strides=(1, meant.get("step", 1)), dilations=(1, meant.get("gap", 1)))  # fmt: skip
     near(flat[:, :, 0], exact, size, dtype)
 
 

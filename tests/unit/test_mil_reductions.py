@@ -36,7 +36,9 @@ def test_gelu(mode: str, dtype: str) -> None:
     x = randoms((300,), dtype)
     exact = np.array([GELU[mode](v) for v in x.tolist()])
     # 1 + erf and 1 + tanh cancel for negative arguments: float32's last bit, absolutely, is what is left.
-    np.testing.assert_allclose(call("gelu", x=x, mode=mode), exact, rtol=1e-3 if dtype == "float16" else 1e-5, atol=2e-6)
+    np.testing.assert_allclose(
+        call("gelu", x=x, mode=mode), exact, rtol=1e-3 if dtype == "float16" else 1e-5, atol=2e-6
+    )
     if mode == "EXACT":
         same(call("gelu", x=x), call("gelu", x=x, mode="EXACT"))
         with pytest.raises(ValueError, match="mode OTHER"):

@@ -8,7 +8,9 @@ import pytest
 from mil_operators import call, randoms, same
 
 
-def indices(size: int, begin: int, end: int, stride: int, begin_mask: bool, end_mask: bool) -> list[int]:
+def indices(
+    size: int, begin: int, end: int, stride: int, *, begin_mask: bool = False, end_mask: bool = False
+) -> list[int]:
     """The indices that a Python slice takes of an axis, one step at a time."""
     if stride > 0:
         start = 0 if begin_mask else max(0, begin + size if begin < 0 else begin)
@@ -31,7 +33,7 @@ BOUNDS = [-9, -5, -4, -1, 0, 1, 3, 4, 5, 9]
 def test_slice_by_index_of_one_axis(begin_mask: bool, end_mask: bool, stride: int) -> None:
     x = randoms((5,))
     for begin, end in product(BOUNDS, BOUNDS):
-        taken = indices(5, begin, end, stride, begin_mask, end_mask)
+        taken = indices(5, begin, end, stride, begin_mask=begin_mask, end_mask=end_mask)
         ours = call("slice_by_index", x=x, begin=(begin,), end=(end,), stride=(stride,),
                     begin_mask=(begin_mask,), end_mask=(end_mask,))  # fmt: skip
         same(ours, np.array([x[i] for i in taken], np.float32))
@@ -74,7 +76,7 @@ def test_slice_by_index_refuses_a_stride_of_nothing_and_the_wrong_rank() -> None
 def test_slice_update(stride: int) -> None:
     x = randoms((5, 2))
     for begin, end in product((-4, 0, 1, 4), (-5, -1, 3, 5)):
-        taken = indices(5, begin, end, stride, False, False)
+        taken = indices(5, begin, end, stride)
         update = randoms((len(taken), 2), seed=1)
         expected = x.copy()
         for row, i in enumerate(taken):
@@ -101,7 +103,9 @@ def test_slice_update_of_an_indexed_axis_and_of_the_wrong_shape() -> None:
 def test_slice_by_size() -> None:
     x = randoms((4, 5))
     same(call("slice_by_size", x=x, begin=(1, 2), size=(2, -1)), x[1:3, 2:].copy())
-    same(call("slice_by_size", x=x, begin=np.array([-2, 0], np.int32), size=np.array([2, 1], np.int32)), x[2:, :1].copy())
+    same(
+        call("slice_by_size", x=x, begin=np.array([-2, 0], np.int32), size=np.array([2, 1], np.int32)), x[2:, :1].copy()
+    )
     for begin, size in (((3, 0), (2, 1)), ((5, 0), (-1, 1)), ((-5, 0), (1, 1))):
         with pytest.raises(ValueError, match="of an axis of 4"):
             call("slice_by_size", x=x, begin=begin, size=size)

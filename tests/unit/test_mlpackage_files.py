@@ -192,7 +192,11 @@ MODELS: list[tuple[str, Callable[[Any], object], str]] = [
     ("unknown input", lambda m: linear_of(m).inputs["slope"].arguments.add(name="x"), "with inputs ['slope']"),
     ("missing input", lambda m: linear_of(m).inputs.pop("weight"), "without ['weight']"),
     ("two values", lambda m: linear_of(m).inputs["x"].arguments.add(name="x"), "with 2 values for x"),
-    ("order", lambda m: setattr(linear_of(m).inputs["x"].arguments[0], "name", "later"), "y reading later, which nothing"),
+    (
+        "order",
+        lambda m: setattr(linear_of(m).inputs["x"].arguments[0], "name", "later"),
+        "y reading later, which nothing",
+    ),
     ("offset", lambda m: setattr(blob_of(m), "offset", 4096), "offset 4096; expected an offset of metadata within"),
     ("offset 0", lambda m: setattr(blob_of(m), "offset", 0), "offset 0; expected an offset of metadata within"),
     ("outside", lambda m: setattr(blob_of(m), "fileName", "@model_path/../../../x.bin"), "expected a path below"),
@@ -205,7 +209,9 @@ MODELS: list[tuple[str, Callable[[Any], object], str]] = [
 
 
 @pytest.mark.parametrize(("change", "words"), [row[1:] for row in MODELS], ids=[row[0] for row in MODELS])
-def test_a_program_that_cannot_run_is_refused_at_load(change: Callable[[Any], object], words: str, package: Path) -> None:
+def test_a_program_that_cannot_run_is_refused_at_load(
+    change: Callable[[Any], object], words: str, package: Path
+) -> None:
     with pytest.raises(BundleError) as error:
         load_functions(edited(package, change))
     assert words in str(error.value)
@@ -264,7 +270,9 @@ def test_a_result_that_is_not_of_its_declared_type(tmp_path: Path) -> None:
 
 
 def test_values_outside_a_definition_name_the_operator(tmp_path: Path) -> None:
-    path = one_operator(tmp_path / "p", "gather", ("fp32", ()), {"x": np.ones(2, np.float32), "indices": np.array(5, np.int32)})
+    path = one_operator(
+        tmp_path / "p", "gather", ("fp32", ()), {"x": np.ones(2, np.float32), "indices": np.array(5, np.int32)}
+    )
     with pytest.raises(BundleError, match=r"function main, operator gather \(output y\): index 5 of an axis of 2"):
         run(path)
 

@@ -63,7 +63,7 @@ def _candidates(operations: Sequence[Operation]) -> dict[int, int]:
             i for i, o in enumerate(operations[read + 1 :], read + 1)
             if o.type in ("read_state", "write_state") and o.one("input") == state
         ]  # fmt: skip
-        if events and events[0] > place:
+        if events:
             write = operations[events[0]]
             if write.type == "write_state" and write.one("data") == operation.outputs[0]:
                 found[place] = events[0]
