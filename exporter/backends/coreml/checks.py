@@ -1,0 +1,230 @@
+"""The graph contract of a saved package, held to the operators in its file.
+
+Letters: Q query_len, S seq_len, C capacity of a ring, V vocab_size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from exporter.backends.coreml.checks_values import exact_index_arithmetic, finite_constants, last_token_logits_only
+from exporter.backends.coreml.lengths import Lengths, NotComputable
+from exporter.backends.coreml.mil_flow import flow_of, producers
+from exporter.backends.coreml.package import Function, Operation, Package, Typed
+from exporter.errors import GraphContractError
+from exporter.graph.checks_flow import (
+    conv_order,
+    full_order,
+    mutated_inputs_exactly_states,
+    ring_order,
+    write_index_from_shapes,
+)
+from exporter.graph.contract import DEFAULT_LIMITS, FileLimits, ProgramContract, summary
+from exporter.graph.index_proof import Lengths as Call
+from exporter.graph.index_proof import sample_lengths
+from exporter.graph.provenance import Trace
+from exporter.spec import CheckResult, StateSpec
+
+_ROWS = frozenset({"slice_update", "slice_by_index"})
+MOST_READS = 2
+"""A state is read once for what it held and, where a method attends after the write, once more for what it holds."""
+
+
+def check_file(
+    path: Path, contracts: Sequence[ProgramContract], limits: FileLimits = DEFAULT_LIMITS
+) -> list[CheckResult]:
+    """See `SelfDescribing.check_file`."""
+    return check_package(Package(path), contracts, limits)
+
+
+def check_package(
+    package: Package, contracts: Sequence[ProgramContract], limits: FileLimits = DEFAULT_LIMITS
+) -> list[CheckResult]:
+    """Every check on every function, then those of the file as a whole.
+
+    Raises:
+        GraphContractError: the package has other functions than the contracts.
+    """
+    functions = package.functions()
+    names = [contract.interface.function or contract.method for contract in contracts]
+    if set(functions) != set(names):
+        raise GraphContractError(
+            f"package {package.path.name}", got=f"the functions {', '.join(sorted(functions)) or 'none'}",
+            expected=f"the functions {', '.join(names)}", repair="Export the model again, or correct the contract.",
+        )  # fmt: skip
+    results = []
+    for contract, name in zip(contracts, names, strict=True):
+        function = functions[name]
+        flow = flow_of(function)
+        trace = Trace(flow)
+        results += [
+            states_as_declared(package, function, contract),
+            write_index_from_shapes(flow, trace, contract, "ring"),
+            write_index_from_shapes(flow, trace, contract, "full"),
+            write_index_is_definition(package, function, contract),
+            ring_order(flow, contract),
+            full_order(flow, contract),
+            conv_order(flow, contract),
+            mutated_inputs_exactly_states(flow, contract),
+            no_whole_state_copy(function, contract),
+            dynamic_ranges(package, function, contract),
+            last_token_logits_only(function, contract),
+            exact_index_arithmetic(function, contract),
+            finite_constants(package, function, contract),
+        ]
+    return [*results, weights_stored_once(package, "+".join(sorted(functions)), limits)]
+
+
+def states_as_declared(package: Package, function: Function, contract: ProgramContract) -> CheckResult:
+    """Program and description declare the contract's states, float16 and of fixed shape, and no others."""
+    want = {state.name: Typed("float16", state.shape()) for state in contract.states}
+    array = {record.name: record.type.stateType.arrayType for record in package.descriptions()[function.name].state}
+    described = {name: tuple(one.shape) for name, one in array.items()}
+    problems = [f"{name} is {got.dtype} {got.shape}, declared {want.get(name)}" for name, got in function.states.items()
+                if want.get(name) != got]  # fmt: skip
+    problems += [f"{name} is missing" for name in want if name not in function.states]
+    problems += [f"{name} is described as {described.get(name)}, declared {one.shape}" for name, one in want.items()
+                 if described.get(name) != one.shape]  # fmt: skip
+    return contract.result("states_as_declared", problems, f"{len(want)} states, float16, every shape fixed")
+
+
+def write_index_is_definition(package: Package, function: Function, contract: ProgramContract) -> CheckResult:
+    """Computed for sampled lengths, every write covers the rows the definition says.
+
+    A slice starts at ``(S - Q) mod C`` in a ring and S - Q in a full state, and is Q rows long. A ring rewritten by a
+    gather over itself and the chunk takes the chunk's newest token for each slot, and itself elsewhere.
+    """
+    calls = sample_lengths(contract)
+    problems, slices, gathers = [], 0, 0
+    states = {state.name: state for state in contract.states if state.kind != "conv"}
+    writes = [(states[op.inputs["input"][0]], op.inputs["data"][0]) for op in function.operations
+              if op.type == "write_state" and op.inputs["input"][0] in states]  # fmt: skip
+    made = producers(function)
+    for state, data in writes:
+        operation = made.get(data)
+        slices += operation is not None and operation.type == "slice_update"
+        gathers += operation is not None and operation.type == "gather"
+        problems += next(iter(_wrong_rows(package, function, contract, state, operation, calls)), [])
+    evidence = f"{slices} slices and {gathers} gathers computed for {len(calls)} pairs of lengths"
+    return contract.result("write_index_is_definition", problems, evidence)
+
+
+def _wrong_rows(
+    package: Package, function: Function, contract: ProgramContract, state: StateSpec, operation: Operation | None,
+    calls: Sequence[Call],
+) -> Iterator[list[str]]:  # fmt: skip
+    if operation is None or operation.type not in {"slice_update", "gather"}:
+        yield [f"{state.name} is written from {operation.type if operation else 'no operator'}"]
+        return
+    source = producers(function).get(operation.inputs["x"][0])
+    held = source.inputs["values"][0] if source is not None and source.type == "concat" else operation.inputs["x"][0]
+    read = producers(function).get(held)
+    if read is None or read.type != "read_state" or read.inputs["input"] != (state.name,):
+        yield [f"{state.name} is written over something else: {held}"]
+        return
+    for call in calls:
+        sizes = dict(zip(function.inputs, ((1, call.query_len), (1, call.seq_len)), strict=True))
+        own = Lengths(package, function, sizes)
+        where = f"{state.name} at Q={call.query_len} S={call.seq_len}"
+        try:
+            if operation.type == "slice_update":
+                got = (own.one(operation, "begin").tolist(), own.one(operation, "end").tolist())
+                start = call.offset % state.rows if state.kind == "ring" else call.offset
+                shape = state.shape()
+                begin = [0, start, *(0 for _ in shape[2:])]
+                end = [shape[0], start + call.query_len, *shape[2:]]
+                masked = _ends_masked(package, function, operation)
+                bad = got[0] != begin or any(not m and g != w for m, g, w in zip(masked, got[1], end, strict=True))
+                if bad:
+                    yield [f"{where}: rows {got[0][1]} to {got[1][1]}, expected {start} to {start + call.query_len}"]
+                    return
+            else:
+                taken = own.one(operation, "indices")
+                want = ring_sources(state.rows, call.query_len, call.seq_len)
+                wrong = np.flatnonzero(taken != want) if taken.shape == want.shape else np.array([0])
+                if wrong.size:
+                    yield [f"{where}: slot {wrong[0]} takes {taken.flat[wrong[0]]}, expected {want[wrong[0]]}"]
+                    return
+        except NotComputable as reason:
+            yield [f"{where}: {reason}"]
+            return
+
+
+def _ends_masked(package: Package, function: Function, operation: Operation) -> list[bool]:
+    name = operation.one("end_mask")
+    if name is None:
+        return [False] * 4
+    return [bool(one) for one in np.asarray(package.array(function.constants[name])).tolist()]
+
+
+def ring_sources(capacity: int, query_len: int, seq_len: int) -> np.ndarray:
+    """The row of ``[ring, chunk]`` that each slot takes, int64 ``[C]``, slowly and from the definition."""
+    sources = np.arange(capacity)
+    for position in range(seq_len - query_len, seq_len):
+        sources[position % capacity] = capacity + position - (seq_len - query_len)
+    return sources
+
+
+def no_whole_state_copy(function: Function, contract: ProgramContract) -> CheckResult:
+    """A state is written once and read at most `MOST_READS` times; a full state is only sliced, and a ring is cast only
+    where the whole program computes in float32."""
+    problems, reads, writes = [], 0, 0
+    half = any(function.types[name].dtype == "float16" and function.types[name].shape for name in function.constants)
+    for state in contract.states:
+        read = [op for op in function.operations if op.type == "read_state" and op.inputs["input"] == (state.name,)]
+        wrote = [op for op in function.operations if op.type == "write_state" and op.inputs["input"] == (state.name,)]
+        reads, writes = reads + len(read), writes + len(wrote)
+        if len(wrote) != 1 or len(read) > MOST_READS:
+            problems.append(f"{state.name} has {len(read)} reads and {len(wrote)} writes")
+        held = {name for op in read for name in op.outputs}
+        for op in function.operations:
+            takes = held & {name for names in op.inputs.values() for name in names}
+            copies = op.type not in _ROWS if state.kind == "full" else half and op.type == "cast"
+            if takes and copies:
+                problems.append(f"{op.type} {op.name} takes all rows of {state.name}")
+    evidence = f"{reads} reads and {writes} writes of {len(contract.states)} states"
+    return contract.result("no_whole_state_copy", problems, evidence)
+
+
+def dynamic_ranges(package: Package, function: Function, contract: ProgramContract) -> CheckResult:
+    """Every dynamic axis has the declared range, as a range; no input lists shapes."""
+    problems, shown = [], []
+    records = {record.name: record.type.multiArrayType for record in package.descriptions()[function.name].input}
+    declared = contract.interface.inputs[:2]
+    if set(records) != {tensor.name for tensor in declared}:
+        problems.append(f"the inputs are {', '.join(records)}")
+    for tensor in declared:
+        want = [contract.range_of(n) for n in tensor.shape]
+        record, typed = records.get(tensor.name), function.inputs.get(tensor.name)
+        if record is None or typed is None:
+            continue
+        kind = record.WhichOneof("ShapeFlexibility")
+        if kind == "enumeratedShapes":
+            problems.append(f"{tensor.name} lists shapes")
+            continue
+        bounds = [(one.lowerBound, one.upperBound) for one in record.shapeRange.sizeRanges]
+        got = bounds or [(n, n) for n in record.shape]
+        if got != want:
+            problems.append(f"{tensor.name} accepts {got}, declared {want}")
+        if [n is None for n in typed.shape] != [low < high for low, high in want] or typed.dtype != tensor.dtype:
+            problems.append(f"{tensor.name} is {typed.dtype} {typed.shape} in the program, declared {want}")
+        shown.append(f"{tensor.name} {got}")
+    return contract.result("dynamic_ranges", problems, summary(shown))
+
+
+def weights_stored_once(package: Package, program: str, limits: FileLimits) -> CheckResult:
+    """Repeated bytes of the weights file stay below a small share of the unique ones, over all functions."""
+    content: dict[bytes, list[int]] = {}
+    for blob in {blob.offset: blob for blob in package.blobs()}.values():
+        digest = hashlib.blake2b(package.weights[blob.offset : blob.offset + blob.size]).digest()
+        content.setdefault(digest, []).append(blob.size)
+    unique = sum(sizes[0] for sizes in content.values())
+    repeated = sum(sum(sizes[1:]) for sizes in content.values())
+    unused = len(package.weights) - unique - repeated
+    passed = not repeated or repeated < limits.max_duplicate_share * unique
+    evidence = f"{unique} unique bytes, {repeated} repeated, {unused} of headers; package {package.file_bytes}"
+    return CheckResult(name="weights_stored_once", program=program, passed=passed, evidence=evidence)
