@@ -88,4 +88,8 @@ def load_program(bundle: Bundle) -> Program:
         from runtime_ref.programs.pte import PteProgram
 
         return PteProgram(bundle.path / program.file)
+    if program.format == "coreml":
+        from runtime_ref.programs.mlpackage.program import MLPackageProgram
+
+        return MLPackageProgram(bundle.path / program.file, program)
     raise AssertionError(f"no loader for {program.format}")
