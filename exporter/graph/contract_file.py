@@ -15,7 +15,14 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator, m
 
 from exporter.config import read_yaml_model
 from exporter.errors import ConfigError
-from exporter.graph.contract import COREML_CHECKS, EXPORTED_CHECKS, FILE_CHECKS, FileLimits, ProgramContract, delegated_floor
+from exporter.graph.contract import (
+    COREML_CHECKS,
+    EXPORTED_CHECKS,
+    FILE_CHECKS,
+    FileLimits,
+    ProgramContract,
+    delegated_floor,
+)
 from exporter.spec import CheckResult, DType, Format, StateSpec, cache_states, stacked, state_name
 
 Count = Annotated[StrictInt, Field(ge=1)]
