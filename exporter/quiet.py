@@ -13,7 +13,7 @@ from collections.abc import Iterator
 def quieten_libraries() -> None:
     """Silence deprecation notes between torch, torchao and ExecuTorch: none of them is about the user's command."""
     warnings.filterwarnings("ignore")
-    for name in ("torchao", "torch.utils._pytree"):
+    for name in ("torchao", "torch.utils._pytree", "coremltools"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 

@@ -7,8 +7,9 @@ positions and look rows up one by one; the oracle recomputes the whole sequence 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 import tokenizers
@@ -209,10 +210,15 @@ def byte_tokenizer() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def toy_bundle(directory: Path, manifest: Manifest | None = None, template: str | None = None) -> Bundle:
-    """A bundle directory whose program file is no program."""
+def toy_bundle(
+    directory: Path, manifest: Manifest | None = None, template: str | None = None,
+    files: Mapping[str, bytes] = MappingProxyType({}),
+) -> Bundle:  # fmt: skip
+    """A bundle directory whose program file is no program, with further `files`."""
     with write_bundle(directory) as writer:
-        (writer.path / "model.pte").write_bytes(b"no program")
+        for name, content in {"model.pte": b"no program", **files}.items():
+            (writer.path / name).parent.mkdir(parents=True, exist_ok=True)
+            (writer.path / name).write_bytes(content)
         (writer.path / "tokenizer").mkdir()
         byte_tokenizer().save(str(writer.path / "tokenizer" / "tokenizer.json"))
         (writer.path / "tokenizer" / "tokenizer_config.json").write_text('{"bos_token": "<bos>", "eos_token": "<eos>"}')

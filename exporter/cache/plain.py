@@ -12,7 +12,7 @@ import torch
 
 from exporter.cache import masks
 from exporter.cache.interface import Extras, Rows, States, check_single_query
-from exporter.cache.storage import FloatRows, Int8Rows, Storage
+from exporter.cache.storage import FloatRows, HalfRows, Int8Rows, Storage
 
 
 class _Cache:
@@ -123,7 +123,8 @@ class PlainKernels:
 
     def storage(self, states: Sequence[torch.Tensor]) -> Storage:
         """The plan gave the states their dtypes (`spec.state_specs`); they say how rows are kept."""
-        return self.int8_rows if states[0].dtype is torch.int8 else FloatRows()
+        dtypes: dict[torch.dtype, Storage] = {torch.int8: self.int8_rows, torch.float16: HalfRows()}
+        return dtypes.get(states[0].dtype, FloatRows())
 
     def ring(self, states: Sequence[torch.Tensor], window: int) -> RingKVCache:
         return RingKVCache(states, window, self.storage(states))

@@ -1,4 +1,5 @@
-"""How a layer's rows are kept in the caller's tensors: as they are, or as int8 with a scale for each row and KV head.
+"""How a layer's rows are kept in the caller's tensors: as they are, rounded to float16, or as int8 with a scale for
+each row and KV head.
 
 Letters: B batch (1), T rows, K KV heads, D head_dim.
 
@@ -55,6 +56,20 @@ class Int8Rows:
     def dequantize(self, integers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """Integer times scale, float32 ``[B, T, K, D]``."""
         return integers * scales
+
+
+class HalfRows:
+    """States: keys and values ``[B, T, K, D]`` float16; `decoded` is the dtype in which attention computes."""
+
+    def __init__(self, decoded: torch.dtype = torch.float32) -> None:
+        self.decoded = decoded
+
+    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> States:
+        return keys.to(torch.float16), values.to(torch.float16)
+
+    def decode(self, states: Sequence[torch.Tensor]) -> Rows:
+        keys, values = states
+        return keys.to(self.decoded), values.to(self.decoded)
 
 
 def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

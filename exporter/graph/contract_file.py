@@ -15,7 +15,14 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator, m
 
 from exporter.config import read_yaml_model
 from exporter.errors import ConfigError
-from exporter.graph.contract import EXPORTED_CHECKS, FILE_CHECKS, FileLimits, ProgramContract, delegated_floor
+from exporter.graph.contract import (
+    COREML_CHECKS,
+    EXPORTED_CHECKS,
+    FILE_CHECKS,
+    FileLimits,
+    ProgramContract,
+    delegated_floor,
+)
 from exporter.spec import CheckResult, DType, Format, StateSpec, cache_states, stacked, state_name
 
 Count = Annotated[StrictInt, Field(ge=1)]
@@ -115,7 +122,7 @@ class ContractFile(_Part):
     @field_validator("checks")
     @classmethod
     def _checks_exist(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        known = sorted({*EXPORTED_CHECKS, *FILE_CHECKS})
+        known = sorted({*EXPORTED_CHECKS, *FILE_CHECKS, *COREML_CHECKS})
         unknown = [name for name in value or () if name not in known]
         if unknown:
             raise ValueError(f"some of {', '.join(known)}, not {', '.join(unknown)}")

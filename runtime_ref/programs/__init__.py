@@ -89,8 +89,10 @@ def load_program(bundle: Bundle) -> Program:
         from runtime_ref.programs.pte import PteProgram
 
         return PteProgram(bundle.path / program.file)
-    if program.format == "coreai":
-        from runtime_ref.programs.aimodel import AimodelProgram
+    if program.format == "coreml":
+        from runtime_ref.programs.mlpackage.program import MLPackageProgram
 
-        return AimodelProgram(bundle.path / program.file, program)
-    raise AssertionError(f"no loader for {program.format}")
+        return MLPackageProgram(bundle.path / program.file, program)
+    from runtime_ref.programs.aimodel import AimodelProgram
+
+    return AimodelProgram(bundle.path / program.file, program)

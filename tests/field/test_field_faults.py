@@ -73,7 +73,7 @@ def test_12_each_layer_has_the_rows_of_its_own_kind(name: str, context: int, sla
     spec = SPECS[name]
     states = state_specs(spec, CachePolicy(ring_slack=slack), context)
     for index, layer in enumerate(spec.layers):
-        rows = {state.max_rows for state in states if state.layer == index}
+        rows = {state.max_rows for state in states if state.layers == (index,)}
         if isinstance(layer.mixer, ShortConvSpec):
             assert rows == {layer.mixer.kernel_size - 1}
         elif layer.mixer.window is None:

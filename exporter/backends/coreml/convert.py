@@ -1,0 +1,103 @@
+"""Traced methods to one multifunction package whose functions share every weight.
+
+Both functions are converted to MIL over the same memory, put into one program and written once: saving two packages,
+loading them again and comparing their weights would take several times as long and hold every weight several times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import coremltools as ct
+import numpy as np
+from coremltools.converters.mil.mil import Program
+from torch.export import ExportedProgram
+
+from exporter.backends.coreml import cures
+from exporter.programs import Method
+
+TARGET = ct.target.iOS18
+"""States and multifunction packages begin here."""
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the converter's progress bars and its warnings about versions and int64."""
+    logger = logging.getLogger("coremltools")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def to_mil(program: ExportedProgram) -> Program:
+    """One method, rewritten already, as a MIL program with a single function. No weight is copied."""
+    with quiet(), cures.translations():
+        return ct.convert(
+            program,
+            convert_to="milinternal",
+            minimum_deployment_target=TARGET,
+            # Every type is in the traced program already; float32 here means that no pass chooses any.
+            compute_precision=ct.precision.FLOAT32,
+            outputs=[ct.TensorType(name="logits")],
+            pass_pipeline=cures.pass_pipeline(),
+        )
+
+
+def merge(functions: Mapping[Method, Program]) -> Program:
+    """One program with a function for each method; constants over the same memory share their bytes in the file."""
+    merged = Program()
+    for name, program in functions.items():
+        merged.add_function(name, program.functions["main"])
+    merged.default_function_name = "main"
+    merged.export_as_multifunction = True
+    return merged
+
+
+def memory_of(value: np.ndarray) -> tuple[Any, ...]:
+    """What two arrays over the same memory have in common."""
+    return (value.__array_interface__["data"][0], value.shape, value.dtype.str)
+
+
+SMALL = 2**20
+"""Bytes up to which constants are compared by content: the zeros that every linear adds, tables of angles."""
+
+
+def share_memory(program: Program) -> None:
+    """Give equal constants one id, by which the writer stores them once: large ones over the same memory, small ones of
+    the same content."""
+    places: dict[tuple[Any, ...], list[Any]] = {}
+    for function in program.functions.values():
+        for op in function.operations:
+            value = op.outputs[0].val if op.op_type == "const" else None
+            if isinstance(value, np.ndarray) and value.size > 1:
+                same = value.tobytes() if value.nbytes <= SMALL else None
+                place = memory_of(value) if same is None else (same, value.shape, str(op.outputs[0].dtype))
+                places.setdefault(place, []).append(op)
+    for index, ops in enumerate(ops for ops in places.values() if len(ops) > 1):
+        for op in ops:
+            op.weight_id = f"shared_{index}"
+
+
+def save(program: Program, path: Path) -> None:
+    """Write the package."""
+    with quiet():
+        pipeline = ct.PassPipeline.EMPTY
+        model = ct.convert(
+            program,
+            convert_to="mlprogram",
+            minimum_deployment_target=TARGET,
+            compute_precision=ct.precision.FLOAT32,
+            pass_pipeline=pipeline,
+            skip_model_load=True,
+        )
+        model.save(str(path))

@@ -1,0 +1,91 @@
+"""From a decoder to a checked package."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from exporter.backends import Built, Step
+from exporter.backends.coreml.cache import CoremlKernels
+from exporter.cache.interface import CacheKernels
+from exporter.errors import ConfigError
+from exporter.graph.contract import ProgramContract, refuse_failed
+from exporter.model.decoder import Decoder
+from exporter.programs import METHODS, Limits, Method, method_spec
+from exporter.spec import CoreMLOptions, MethodSpec, ProgramSpec
+
+PROGRAM_FILE = "model.mlpackage"
+VERSIONS = ("coremltools",)
+RUNTIME = "iOS 18, macOS 15"
+"""The first systems with states and functions."""
+
+
+def kernels() -> CacheKernels:
+    return CoremlKernels()
+
+
+def require_coremltools() -> None:
+    """Refuse to go on without the converter.
+
+    Raises:
+        ConfigError: coremltools is not installed.
+    """
+    if importlib.util.find_spec("coremltools") is None:
+        raise ConfigError(
+            "target coreml",
+            got="no coremltools",
+            expected="coremltools 9.0",
+            repair="Install it: pip install 'ring-exporter[coreml]'.",
+        )
+
+
+def build(decoder: Decoder, limits: Limits, options: CoreMLOptions, directory: Path, step: Step) -> Built:
+    """See `Backend.build`; `decoder` is left as it is."""
+    require_coremltools()
+    from exporter.backends.coreml import convert, cures
+    from exporter.backends.coreml.checks import check_file
+    from exporter.backends.coreml.compress import COMPRESSED, compress
+    from exporter.backends.coreml.description import describe_package
+    from exporter.backends.coreml.precision import FLOAT32, SHIPPED, in_precision
+    from exporter.backends.coreml.stateful import trace_stateful
+
+    path = directory / PROGRAM_FILE
+    interfaces: dict[str, MethodSpec] = {method: interface_of(decoder, method, limits) for method in METHODS}
+    rounded = in_precision(decoder, FLOAT32 if options.weights == "float32" else SHIPPED)
+    functions = {}
+    for method in METHODS:
+        with step(f"trace {method}"):
+            traced = cures.rewrite(trace_stateful(rounded, method, interfaces[method]))
+        with step(f"convert {method} to Core ML"):
+            functions[method] = convert.to_mil(traced)
+        del traced
+    program = convert.merge(functions)
+    if options.weights in COMPRESSED:
+        with step(f"weights to {options.weights}") as detail:
+            detail(f"{compress(program, options.weights)} matrices")
+    with step("write package") as detail:
+        convert.share_memory(program)
+        convert.save(program, path)
+        del program, functions, rounded
+    with step("check package") as detail:
+        contracts = [ProgramContract(method, interfaces[method], decoder.states) for method in METHODS]
+        checks = check_file(path, contracts)
+        refuse_failed(checks)
+        description = describe_package(path)
+        detail(f"{len(checks)} checks passed, {description.file_bytes / 1e6:.0f} MB")
+    operators = sorted({name for function in description.functions for name in function.operators})
+    spec = ProgramSpec(
+        format="coreml",
+        file=PROGRAM_FILE,
+        weights=options.weights,
+        states=decoder.states,
+        methods=interfaces,
+        runtime=RUNTIME,
+        operators=tuple(operators),
+    )
+    return Built(spec, tuple(checks))
+
+
+def interface_of(decoder: Decoder, method: Method, limits: Limits) -> MethodSpec:
+    """The interface of a method; Core ML has no int64 input."""
+    return method_spec(decoder, method, limits, "int32")

@@ -1,0 +1,42 @@
+"""Core ML packages of tiny random models, each built once a session by the back end itself."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Literal
+
+from tiny_models import SPECS, randomize
+
+from exporter.backends import Built
+from exporter.backends.coreml import build, kernels
+from exporter.backends.coreml.program import PROGRAM_FILE, interface_of
+from exporter.graph.contract import ProgramContract
+from exporter.model.decoder import Decoder
+from exporter.programs import METHODS, Limits
+from exporter.progress import Progress
+from exporter.spec import CachePolicy, CoreMLOptions, ModelSpec, state_specs
+
+CONTEXT, CHUNK = 96, 40  # chunks are up to five times the window
+LIMITS = Limits(max_context_length=CONTEXT, max_prefill_chunk=CHUNK)
+Weights = Literal["float32", "float16", "int8", "int4", "palettized4"]
+
+
+def coreml_decoder(spec: ModelSpec, *, slack: int = 0) -> Decoder:
+    """The float32 model over Core ML's states."""
+    states = state_specs(spec, CachePolicy(ring_slack=slack), CONTEXT, "static", "float16")
+    return randomize(Decoder(spec, states, kernels()))
+
+
+@cache
+def built(name: str, weights: Weights = "float16", slack: int = 0) -> tuple[Decoder, Built, Path]:
+    """The float32 model, what the back end says it built, and the package."""
+    directory = Path(mkdtemp(prefix="coreml"))
+    decoder = coreml_decoder(SPECS[name], slack=slack)
+    result = build(decoder, LIMITS, CoreMLOptions(weights=weights), directory, Progress.silent().step)
+    return decoder, result, directory / PROGRAM_FILE
+
+
+def contracts_of(decoder: Decoder) -> list[ProgramContract]:
+    return [ProgramContract(method, interface_of(decoder, method, LIMITS), decoder.states) for method in METHODS]
