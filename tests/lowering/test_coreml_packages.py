@@ -89,7 +89,7 @@ def test_a_compressed_package_computes_with_the_weights_it_stands_for(weights: W
 
 
 def test_a_ring_with_slack_needs_no_zeroing() -> None:
-    decoder, result, path = built("config T", slack=3)
+    decoder, result, path = built("all sliding", slack=3)
     ours = play(MLPackageProgram(path, result.program), decoder, SPLITS)
     theirs = play_eager(decoder.with_kernels(PlainKernels()), SPLITS)
     assert largest_difference(ours, theirs) < 0.1  # of 8; 0.046 was measured
@@ -117,7 +117,7 @@ def test_weights_are_stored_once(weights: Weights) -> None:
 
 
 def test_a_package_describes_itself() -> None:
-    decoder, result, path = built("config T")
+    decoder, result, path = built("gemma")
     description = describe(path)
     assert description.format == "coreml" and [f.name for f in description.functions] == ["main", "prefill"]
     main, prefill = description.functions
