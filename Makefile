@@ -6,7 +6,7 @@ PROMPT ?= The history of the printing press begins
 MODEL ?= gemma3_270m
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint real clean
+.PHONY: demo test lint real apple clean
 
 # The environment is rebuilt when a pin changes.
 $(VENV)/.installed: pyproject.toml requirements/constraints.txt requirements/models.txt
@@ -35,6 +35,10 @@ lint: $(VENV)/.installed
 real: $(VENV)/.installed
 	$(BIN)/python -m pytest -m slow -s
 	$(BIN)/python scripts/real_models.py
+
+# The tables of docs/apple-models.md: Gemma 3 270M in Apple's formats, run here. About two hours.
+apple: $(VENV)/.installed
+	$(BIN)/python scripts/apple_models.py
 
 clean:
 	rm -rf $(VENV) bundles

@@ -50,3 +50,7 @@ class GraphContractError(UserError):
 
 class VerificationError(UserError):
     """A program whose numbers are not those of the model it came from."""
+
+
+class MissingPackageError(UserError):
+    """An optional package that is not installed, or has no build for this platform."""

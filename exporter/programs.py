@@ -79,7 +79,7 @@ def interface(
     )
 
 
-def trace(decoder: Decoder, method: Method, limits: Limits) -> ExportedProgram:
+def trace(decoder: Decoder, method: Method, limits: Limits, ids_dtype: str = "int64") -> ExportedProgram:
     """Export one method with its declared dynamic shapes; a dimension whose range is one number is static.
 
     Raises:
@@ -93,7 +93,7 @@ def trace(decoder: Decoder, method: Method, limits: Limits) -> ExportedProgram:
             repair="Trace each method from the decoder by itself: the order of reads and writes is fixed in a graph, "
             "and prefill derived from main's would write rings first, over rows that its own early tokens still need.",
         )
-    spec = method_spec(decoder, method, limits)
+    spec = method_spec(decoder, method, limits, ids_dtype)
     dims = {name: Dim(name, min=low, max=high) for name, (low, high) in spec.dims.items() if low < high}
     example = {"query_len": min(8, dims_high(spec, "query_len")), "rows": dims_high(spec, "rows")}
     example["seq_len"] = min(example["query_len"] + 3, dims_high(spec, "seq_len"))

@@ -100,7 +100,9 @@ def score(
         raise ConfigError(
             "--out", got=f"{out}", expected="a file in a directory that exists", repair="Create the directory first."
         )
-    arrays = run_score(load(bundle, format=format), tokens, prefill=prefill, chunk=chunk, keep_logits=logits)
+    session = load(bundle, format=format)
+    typer.echo(session.state.report(), err=True)
+    arrays = run_score(session, tokens, prefill=prefill, chunk=chunk, keep_logits=logits)
     write_scores(out, arrays)
     typer.echo(f"{len(arrays['position'])} positions of {len(tokens)} tokens -> {out}")
 

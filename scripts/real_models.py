@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import datetime
 import json
-import multiprocessing
-import os
-import platform
-import resource
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
+from measuring import cost_of, in_process, machine, resident_bytes, table
 
-from exporter.quiet import native_stderr_hidden, quieten_libraries
+from exporter.quiet import native_stderr_hidden
 
 ROOT = Path(__file__).resolve().parent.parent
 NONE = {"linear": "none", "embedding": "none", "head": "none"}
@@ -42,24 +38,12 @@ def config_of(model: str, variant: str) -> Any:
     return load_config(ROOT / "configs" / f"{model}.yaml", overrides)
 
 
-def resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
 def export(model: str, variant: str, bundle: Path) -> dict[str, Any]:
     from exporter import pipeline
     from exporter.progress import Progress
 
-    start = time.perf_counter()
-    pipeline.export(config_of(model, variant), bundle, Progress.silent())
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return {
-        "wall_seconds": time.perf_counter() - start,
-        "cpu_seconds": usage.ru_utime + usage.ru_stime,
-        "peak_bytes": usage.ru_maxrss * 1024,
-        "file_bytes": (bundle / "model.pte").stat().st_size,
-    }
+    cost = cost_of(lambda: pipeline.export(config_of(model, variant), bundle, Progress.silent()))
+    return {**cost, "file_bytes": (bundle / "model.pte").stat().st_size}
 
 
 def verify(model: str, variant: str, bundle: Path) -> dict[str, Any]:
@@ -98,32 +82,6 @@ def long_context(model: str, variant: str, bundle: Path) -> dict[str, Any]:
     }
 
 
-def _child(work: Callable[..., dict[str, Any]], arguments: Sequence[Any], pipe: Any) -> None:
-    quieten_libraries()
-    pipe.send(work(*arguments))
-
-
-def in_process(work: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_child, args=(work, arguments, theirs))
-    process.start()
-    theirs.close()
-    try:
-        result: dict[str, Any] = ours.recv()
-    except EOFError:
-        raise SystemExit(f"{work.__name__} {arguments} failed") from None
-    process.join()
-    return result
-
-
-def machine() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    return f"{os.cpu_count()} threads of {cpu}, {memory:.0f} GiB, Python {platform.python_version()}"
-
-
 def main(
     out: Path = ROOT / "docs" / "real-models.json",
     bundles: Path = ROOT / "bundles" / "real",
@@ -146,11 +104,6 @@ def main(
                 results |= {"machine": machine(), "date": datetime.date.today().isoformat()}
                 out.write_text(json.dumps(results, indent=1) + "\n")
     out.with_suffix(".md").write_text(markdown(results))
-
-
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    body = [f"| {' | '.join(row)} |" for row in (columns, *rows)]
-    return "\n".join([body[0], "|" + "---|" * len(columns), *body[1:]])
 
 
 def mib(size: int) -> str:

@@ -74,8 +74,8 @@ def nodes_in(argument: Any) -> list[Node]:
     return found
 
 
-def flow_of(program: ExportedProgram, names: tuple[str, ...]) -> Flow:
-    """The program as steps, its user inputs called `names`.
+def flow_of(program: ExportedProgram, names: tuple[str, ...], *, positions: bool = True) -> Flow:
+    """The program as steps, its user inputs called `names`; without `positions`, what places a write is left out.
 
     Raises:
         GraphContractError: the program was decomposed already (its writes are no longer in the graph), or does not
@@ -113,7 +113,7 @@ def flow_of(program: ExportedProgram, names: tuple[str, ...]) -> Flow:
         constants=constants,
         parameters=weights,
         scalars=frozenset(n.name for n in program.graph.nodes if not isinstance(n.meta.get("val"), torch.Tensor)),
-        steps=tuple(_step(node) for node in nodes),
+        steps=tuple(_step(node, positions) for node in nodes),
         outputs=tuple(n.name for n in nodes_in(output.args)),
     )
 
@@ -121,7 +121,7 @@ def flow_of(program: ExportedProgram, names: tuple[str, ...]) -> Flow:
 _FUNCTIONAL = (OutputKind.USER_INPUT_MUTATION, OutputKind.BUFFER_MUTATION)
 
 
-def _step(node: Node) -> Step:
+def _step(node: Node, positions: bool) -> Step:
     operator, arguments, written = operator_name(node), node.all_input_nodes, written_arguments(node)
     read = [n for n in arguments if not (operator in _PURE_WRITES and n in written)]
     shape_only = operator in _SHAPE_ONLY
@@ -134,7 +134,7 @@ def _step(node: Node) -> Step:
         sizes=tuple(n.name for n in sizes),
         results=(node.name,),
         writes=tuple(n.name for n in written),
-        positions=tuple(dict.fromkeys(n.name for w in written for n in _positions(node, w))),
+        positions=tuple(dict.fromkeys(n.name for w in written for n in _positions(node, w))) if positions else (),
         aliases=tuple((node.name, source.name) for source in _aliased(node)),
         data_shaped=_has_unbacked_shape(node),
     )

@@ -68,9 +68,9 @@ class CoreMLOptions(Spec):
 
 
 class CoreAIOptions(Spec):
-    """How a Core AI program keeps its weights: `int4` per block of 32 input channels."""
+    """How a Core AI program keeps its weights: `int8` per output channel, `int4` per block of 32 input channels."""
 
-    weights: Literal["float32", "float16", "int4"] = "float16"
+    weights: Literal["float32", "float16", "int8", "int4"] = "float16"
 
 
 class ProgramSpec(Spec):

@@ -74,6 +74,7 @@ def load_program(bundle: Bundle) -> Program:
 
     Raises:
         BundleError: it lacks a method, or the runtime refuses the file.
+        MissingPackageError: the packages of its format are not installed.
     """
     program = bundle.manifest.program
     if not {"prefill", "main"} <= program.methods.keys():
@@ -92,4 +93,6 @@ def load_program(bundle: Bundle) -> Program:
         from runtime_ref.programs.mlpackage.program import MLPackageProgram
 
         return MLPackageProgram(bundle.path / program.file, program)
-    raise AssertionError(f"no loader for {program.format}")
+    from runtime_ref.programs.aimodel import AimodelProgram
+
+    return AimodelProgram(bundle.path / program.file, program)

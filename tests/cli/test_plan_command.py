@@ -77,6 +77,20 @@ def test_what_docs_memory_says_is_printed(monkeypatch: pytest.MonkeyPatch, capfd
     assert f"in real GB the full caches at 128k are {table[5][5].removesuffix(' GB')}" in document
 
 
+def test_what_docs_int8_cache_says_is_printed(monkeypatch: pytest.MonkeyPatch, capfd: Capture, tmp_path: Path) -> None:
+    """Both columns, over the same layers in either dtype."""
+    int8 = ROOT / "configs" / "architectures" / "gemma3_270m_int8.yaml"
+    floats = tmp_path / "floats.yaml"
+    floats.write_text(int8.read_text(encoding="utf-8").replace("dtype: int8", "dtype: float32"))
+    contexts = ("--contexts", "512,8192,32768")
+    columns = [
+        [row[4] for row in rows(monkeypatch, capfd, "--model", path, *contexts)[:3]] for path in (floats, int8)
+    ]  # fmt: skip
+    document = (ROOT / "docs" / "int8-cache.md").read_text(encoding="utf-8")
+    for context, *sizes in zip((512, 8192, 32768), *columns, strict=True):
+        assert f"| {context} | {' | '.join(sizes)} |" in document
+
+
 def test_a_checkpoint_is_described_without_reading_or_tracing_it(
     monkeypatch: pytest.MonkeyPatch, capfd: Capture, tmp_path: Path, tiny_checkpoint: Path
 ) -> None:

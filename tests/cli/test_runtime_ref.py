@@ -123,7 +123,8 @@ def test_score_writes_what_the_model_says(bundle: Path, tmp_path: Path, capsys: 
     ids = list(range(30, 60))
     options = ["--ids", write_ids(tmp_path, ids), "--prefill", 20, "--chunk", 16, "--out", tmp_path / "s.npz"]
     succeed("score", "--bundle", bundle, *options)
-    assert "12 positions of 30 tokens" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "12 positions of 30 tokens" in out and err.startswith("[kv] 0 tokens | sliding 1 x 8 rows")
     with np.load(tmp_path / "s.npz") as arrays:
         assert arrays["position"].tolist() == [15, 19, *range(20, 30)]
         assert "logits" not in arrays

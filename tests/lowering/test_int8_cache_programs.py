@@ -74,6 +74,14 @@ def test_a_bare_file_is_held_to_a_contract_with_int8_layers(int8_cache_bundle: P
     assert inspect(int8_cache_bundle / "model.pte", ContractFile(program=form)).passed
 
 
+def test_the_decoded_copy_costs_what_the_document_says(int8_cache_bundle: Path) -> None:
+    """Keys and values of one layer in float, of all the context's rows: most of what `main` plans."""
+    (facts,) = inspect(int8_cache_bundle).facts
+    copy, planned = 2 * CONTEXT * 2 * 16 * 4, facts.methods["main"].planned_bytes
+    document = (Path(__file__).parents[2] / "docs" / "int8-cache.md").read_text(encoding="utf-8")
+    assert f"{copy:,} of the {planned:,} bytes that `main` plans" in document
+
+
 def test_the_program_is_its_eager_model_up_to_borderline_roundings(int8_cache_bundle: Path) -> None:
     """Measured over 14 turns of the rings: KL divergence 1e-6, a hundredth of what int8 itself costs."""
     manifest = read_bundle(int8_cache_bundle).manifest

@@ -86,24 +86,21 @@ def test_a_package_computes_what_the_decoder_computes(
 
 
 def test_an_int8_package_computes_with_its_integers_times_their_scales(tmp_path: Path) -> None:
-    decoder, program = build("gemma", "int8", tmp_path)
-    float_worst, _, _ = compare(decoder, program, token_ids(sum(SPLITS)))
+    decoder, program = build("all sliding", "int8", tmp_path)
+    ids = token_ids(sum(SPLITS))
+    float_worst, _, _ = compare(decoder, program, ids)
     with torch.no_grad():
         for parameter in decoder.parameters():
             if parameter.dim() == 2:
                 halves = parameter.half().float()
                 scale = halves.abs().amax(1, keepdim=True) / 127
                 parameter.copy_((torch.round(halves / scale) * scale.half().float()).half())
-    worst, _, _ = compare(decoder, program, token_ids(sum(SPLITS)))
-    assert worst < 1e-2 < float_worst
-
-
-def test_limits_of_a_built_package(tmp_path: Path) -> None:
-    decoder, program = build("all global", "float16", tmp_path)
-    for ids, seq_len, words in (
-        ([1] * (CHUNK + 1), CHUNK + 1, f"input_ids .1, {CHUNK + 1}.; expected input_ids .1, 2..{CHUNK}."),
-        ([1], CONTEXT + 1, f"position_ids .1, {CONTEXT + 1}.; expected position_ids .1, 1..{CONTEXT}."),
+    worst, _, _ = compare(decoder, program, ids)
+    assert 4 * worst < float_worst  # what is left is the rounding of float16, not that of the weights
+    for chunk, seq_len, words in (
+        ([1] * (CHUNK + 1), CHUNK + 1, rf"input_ids \[1, {CHUNK + 1}\]; expected input_ids \[1, 2..{CHUNK}\]"),
+        ([1], CONTEXT + 1, rf"position_ids \[1, {CONTEXT + 1}\]; expected position_ids \[1, 1..{CONTEXT}\]"),
     ):
+        method = "main" if len(chunk) == 1 else "prefill"
         with pytest.raises(RuntimeLimitError, match=words):
-            program.run("main" if len(ids) == 1 else "prefill", torch.tensor([ids]), torch.zeros(1, seq_len, dtype=int),
-                        states_of(decoder))  # fmt: skip
+            program.run(method, torch.tensor([chunk]), torch.zeros(1, seq_len, dtype=torch.int64), states_of(decoder))

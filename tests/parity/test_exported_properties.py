@@ -1,12 +1,13 @@
-"""Any window, slack, head counts and split: exported == eager, to the bit, == an uncached oracle."""
+"""Any window, slack, head counts and split: exported == eager (to the bit, but see `agree`) == an uncached oracle."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import oracle_logits
-from tiny_models import agree, attention, call, decoder_of, model, one_thread, states_of, token_ids  # noqa: F401
+from tiny_models import KERNELS, agree, attention, call, decoder_of, model, one_thread, states_of, token_ids  # noqa: F401
 
 from exporter.programs import METHODS, Limits, trace
 
@@ -22,23 +23,25 @@ RELATIVE = 6e-6  # of the largest logit: float32 through two layers
     group=st.integers(1, 3),
     splits=st.lists(st.integers(1, CHUNK), min_size=3, max_size=9).filter(lambda s: 30 <= sum(s) <= CONTEXT),
 )
+@pytest.mark.parametrize("kernels", KERNELS)
 def test_exported_equals_eager_equals_the_oracle(
-    *, window: int, slack: int, kv_heads: int, group: int, splits: list[int]
+    *, kernels: str, window: int, slack: int, kv_heads: int, group: int, splits: list[int]
 ) -> None:
     heads = {"num_attention_heads": kv_heads * group, "num_key_value_heads": kv_heads}
     spec = model(attention(window, **heads), attention(None, theta=1_000_000.0, **heads))
-    decoder = decoder_of(spec, slack=slack, context=CONTEXT)
+    decoder = decoder_of(spec, kernels=kernels, slack=slack, context=CONTEXT)
     limits = Limits(max_context_length=CONTEXT, max_prefill_chunk=CHUNK)
     exported = {method: trace(decoder, method, limits).module() for method in METHODS}
     ids = token_ids(sum(splits))
     expected = oracle_logits(spec, dict(decoder.named_parameters()), ids)
     states, twins, offset = states_of(decoder, torch.nan), states_of(decoder, torch.nan), 0
     for length in splits:
+        exactly = kernels == "plain" or length == 1
         chunk = ids[offset : offset + length]
         eager = call(decoder, chunk, offset, states, length == 1)
         ours = call(exported["main" if length == 1 else "prefill"], chunk, offset, twins)
         offset += length
-        assert torch.equal(ours, eager), offset
+        assert agree([ours], [eager], exactly=exactly), offset
         difference = (ours.double() - expected[offset - 1]).abs().max()
         assert difference <= RELATIVE * expected.abs().max(), (offset, float(difference))
-    assert agree(twins, states, exactly=True)
+    assert agree(twins, states, exactly=kernels == "plain")

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 EXPORTER = sorted((ROOT / "exporter").rglob("*.py"))
 RUNTIME = sorted((ROOT / "runtime_ref").rglob("*.py"))
 SPEC = {f"exporter.spec.{part}" for part in ("base", "model", "states", "manifest")}
-LEAFS = {"exporter.spec", "exporter.bundle", "exporter.errors", "exporter.quiet"}
+LEAFS = {"exporter.spec", "exporter.bundle", "exporter.errors", "exporter.optional", "exporter.quiet"}
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -48,6 +48,7 @@ def test_only_verify_imports_the_runtime(path: Path) -> None:
         ("spec/manifest", SPEC | {"exporter.errors"}),
         ("spec/__init__", SPEC),
         ("errors", set()),
+        ("optional", {"exporter.errors", "exporter.quiet"}),
         ("bundle", {"exporter.errors", "exporter.spec"}),
     ],
 )

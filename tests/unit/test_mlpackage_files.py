@@ -125,6 +125,12 @@ def forget_root(package: Path) -> None:
     (package / "Manifest.json").write_text(json.dumps({"itemInfoEntries": {}, "rootModelIdentifier": "A"}))
 
 
+def point_outside(package: Path) -> None:
+    model_file(package).rename(package.parent / "model.mlmodel")
+    items = {"A": {"path": "../../model.mlmodel"}}
+    (package / "Manifest.json").write_text(json.dumps({"itemInfoEntries": items, "rootModelIdentifier": "A"}))
+
+
 def cut(path: Path, size: int) -> None:
     path.write_bytes(path.read_bytes()[:size])
 
@@ -141,6 +147,7 @@ DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
     ("broken manifest", break_manifest, "Manifest.json that cannot be read"),
     ("no root", forget_root, "Manifest.json that cannot be read"),
     ("no model", lambda p: model_file(p).unlink(), "no model.mlmodel"),
+    ("model outside", point_outside, "no model.mlmodel inside"),
     ("broken model", lambda p: model_file(p).write_bytes(b"\xff" * 50), "a model that cannot be parsed"),
     ("empty model", lambda p: model_file(p).write_bytes(b""), "a model of kind None"),
     ("no weights", lambda p: weight_file(p).unlink(), "weight.bin: got no such file"),

@@ -11,7 +11,7 @@ from tiny_models import DTYPES, CacheDType
 from toy import DIM, toy_manifest
 
 from exporter.errors import RuntimeLimitError
-from exporter.spec import Manifest
+from exporter.spec import Manifest, QuantizationSpec
 from runtime_ref.memory import context_costs, planned_usage
 from runtime_ref.state import Growth, State
 from runtime_ref.state_file import StateFileError
@@ -176,22 +176,29 @@ def test_the_high_water_mark_is_saved(tmp_path: Path) -> None:
     assert other.max_rewind == 0
 
 
-def other_weights(manifest: Manifest) -> Manifest:
-    return manifest.model_copy(update={"source": manifest.source.model_copy(update={"files": {"w": "1" * 64}})})
+def others(manifest: Manifest) -> dict[str, Manifest]:
+    """What a state of `manifest` must not be loaded into, each differing in one thing."""
+    eps = manifest.model.model_copy(update={"norm_eps": 1e-5})  # the states are the same, what they mean is not
+    weights = manifest.source.model_copy(update={"files": {"w": "1" * 64}})
+    return {
+        "window": toy_manifest(("ring", "full"), window=7),
+        "cache": toy_manifest(("ring", "full"), dtype="int8"),
+        "slack": toy_manifest(("ring", "full"), slack=1),
+        "context": toy_manifest(("ring", "full"), context=95),
+        "model": manifest.model_copy(update={"model": eps}),
+        "weights": manifest.model_copy(update={"source": weights}),
+        "quantization": manifest.model_copy(update={"quantization": QuantizationSpec(linear="int8")}),
+    }
 
 
-@pytest.mark.parametrize("difference", ["window", "weights", "cache", "truncated", "missing", "foreign"])
+@pytest.mark.parametrize("difference", [*others(toy_manifest()), "truncated", "missing", "foreign"])
 def test_a_state_of_another_model_or_a_damaged_one_is_refused(tmp_path: Path, difference: str) -> None:
     manifest = toy_manifest(("ring", "full"))
     state = State(manifest)
     mark(state, 20)
     path = tmp_path / "s"
     state.save(path)
-    others = {
-        "window": toy_manifest(("ring", "full"), window=7), "weights": other_weights(manifest),
-        "cache": toy_manifest(("ring", "full"), dtype="int8"),
-    }  # fmt: skip
-    target = State(others.get(difference, manifest))
+    target = State(others(manifest).get(difference, manifest))
     mark(target, 3)
     if difference == "truncated":
         path.write_bytes(path.read_bytes()[:-10])
@@ -206,6 +213,18 @@ def test_a_state_of_another_model_or_a_damaged_one_is_refused(tmp_path: Path, di
         target.load(path)
     assert target.length == 3
     assert all(torch.equal(a, b) for a, b in zip(before, target.tensors, strict=True))
+
+
+def test_a_file_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this very model, and refused before anything of it is used."""
+    state = State(toy_manifest())
+    mark(state, 20)
+    monkeypatch.setattr("runtime_ref.state_file.STATE_VERSION", "0")
+    state.save(tmp_path / "s")
+    monkeypatch.undo()
+    with pytest.raises(StateFileError, match="got state version 0; expected version 1"):
+        state.load(tmp_path / "s")
+    assert state.length == 20
 
 
 def test_disk_full_keeps_the_older_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,8 +257,21 @@ def test_memory_by_kind_of_layer() -> None:
     mark(state, 40)
     assert state.memory() == planned_usage(state.manifest, 45)
     assert state.memory()[0].used_bytes == state.memory()[0].allocated_bytes == sliding.allocated_bytes
-    assert "\n" not in state.report()
-    assert state.report().startswith("[kv] 45 tokens | sliding 2 x 8 rows")
+    assert state.report() == (
+        "[kv] 45 tokens | sliding 2 x 8 rows 0.00 MiB | global 1 x 64 rows 0.00 MiB | conv 1 x 2 rows 0.00 MiB | "
+        "total 0.00 MiB, 0.00 MiB used | grown 2 times"
+    )
+
+
+def test_the_report_adds_up_in_mebibytes() -> None:
+    """One ring and one full layer of 8192 rows of 32 bytes: keys and values of each are half a MiB."""
+    state = State(toy_manifest(("ring", "full"), window=8192, context=65536))
+    state.ensure_rows(8192)
+    state.advance([7] * 4096)
+    assert state.report() == (
+        "[kv] 4096 tokens | sliding 1 x 8192 rows 0.50 MiB | global 1 x 8192 rows 0.50 MiB | "
+        "total 1.00 MiB, 0.50 MiB used | grown 1 times"
+    )
 
 
 def test_dropped_and_lost_rows_are_not_in_use() -> None:

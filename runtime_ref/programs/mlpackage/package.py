@@ -114,8 +114,8 @@ def open_package(path: Path) -> Package:
             got=f"a Manifest.json that cannot be read ({type(error).__name__}: {error})",
             expected="Manifest.json with itemInfoEntries and rootModelIdentifier",
         ) from error
-    if not model_file.is_file():
-        raise package.error(got=f"no {model_file.name}", expected="the model that Manifest.json names")
+    if not model_file.is_file() or not model_file.resolve().is_relative_to(path.resolve()):
+        raise package.error(got=f"no {model_file.name} inside", expected="the model that Manifest.json names")
     package.model = messages().Model()  # type: ignore[attr-defined]
     try:
         package.model.ParseFromString(model_file.read_bytes())

@@ -1,0 +1,62 @@
+"""What a Core AI asset says of itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+from exporter.backends.coreai.program import Argument, Function, read_program
+from exporter.describe import FileDescription, FunctionDescription, Row
+
+DTYPES = {
+    "f32": "float32", "f16": "float16", "bf16": "bfloat16", "si32": "int32", "ui32": "uint32", "si8": "int8",
+    "ui8": "uint8", "si4": "int4", "ui4": "uint4", "i1": "bool",
+}  # fmt: skip
+
+
+def describe(path: Path) -> FileDescription:
+    """The functions of the asset at `path`, and its weights by precision.
+
+    Raises:
+        MissingPackageError: coreai-core is not installed.
+        BundleError: the asset cannot be read.
+    """
+    functions = read_program(path)
+    return FileDescription(
+        format="coreai",
+        functions=tuple(_function(function) for function in functions.values()),
+        weight_bytes=weight_bytes(functions),
+        file_bytes=sum(file.stat().st_size for file in path.iterdir()),
+    )
+
+
+def _function(function: Function) -> FunctionDescription:
+    names = Counter(op.name.removeprefix("coreai.").removeprefix("decomposable.") for op in function.operations)
+    return FunctionDescription(
+        name=function.name,
+        inputs=tuple(_row(argument) for argument in function.inputs),
+        states=tuple(_row(argument) for argument in function.states),
+        outputs=tuple(_row(argument) for argument in function.outputs),
+        operators=dict(sorted(names.items())),
+    )
+
+
+def _row(argument: Argument) -> Row:
+    """The format records which axes are dynamic and no range."""
+    sizes = ", ".join("any" if n is None else str(n) for n in argument.type.shape)
+    return argument.name, DTYPES.get(argument.type.element, argument.type.element), f"[{sizes}]"
+
+
+def weight_bytes(functions: Mapping[str, Function]) -> dict[str, int]:
+    """Bytes of the large constants by dtype, each counted once though both functions use it."""
+    stored = {
+        operation.resource: kind
+        for function in functions.values()
+        for operation, kind in function.constants()
+        if operation.resource is not None
+    }
+    total: Counter[str] = Counter()
+    for kind in stored.values():
+        total[DTYPES.get(kind.element, kind.element)] += kind.bytes
+    return dict(sorted(total.items()))

@@ -1,0 +1,145 @@
+"""That every write of a Core AI function lands where the definition says, computed from the function itself.
+
+Letters: Q query_len, S seq_len, C capacity of a ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from exporter.backends.coreai.flow import LayerWrite, StateFlow, carried, layer_name
+from exporter.backends.coreai.program import Function
+from exporter.backends.coreai.values import Values, region
+from exporter.graph.contract import ProgramContract
+from exporter.graph.index_proof import Lengths, NotPlayable, expected_rows, played_lengths, sample_lengths
+from exporter.spec import CheckResult, StateSpec
+
+
+def write_index_is_definition(function: Function, flow: StateFlow, contract: ProgramContract) -> CheckResult:
+    """A write of rows covers exactly ``(S - Q) mod C`` of a ring and S - Q .. S - 1 of a full state, computed from the
+    function's own integers for sampled lengths.
+
+    A ring rewritten by a gather covers all of its rows; which come from where `writes_land_on_their_rows` shows.
+    """
+    states = {state.name: state for state in contract.states if state.kind != "conv"}
+    problems, shown = [], set()
+    for write in flow.writes:
+        state = states.get(layer_name(write.state, write.layer))
+        if state is None:
+            continue
+        for lengths in sample_lengths(contract):
+            shapes = shapes_of(function, contract, lengths)
+            values, rows = Values(function, shapes), shapes[write.state][1]
+            try:
+                got = written_rows(values, write, rows)
+            except NotPlayable as reason:
+                problems.append(f"{write.label} to {state.name}: {reason}")
+                break
+            if state.kind == "full":
+                want, kind = range(lengths.offset, lengths.seq_len), "full: S - Q to S - 1"
+            elif contract.write_first:
+                want, kind = range(lengths.offset % rows, lengths.offset % rows + 1), "ring: (S - Q) mod C"
+            else:
+                want, kind = range(rows), "ring: all of it, by a gather"
+            if got != want:
+                where = f"Q={lengths.query_len} S={lengths.seq_len}"
+                problems.append(f"{write.label} writes {got} of {state.name} at {where}, expected {want}")
+                break
+            shown.add(kind)
+    evidence = f"{len(flow.writes)} writes: {'; '.join(sorted(shown)) or 'none'}"
+    return contract.result("write_index_is_definition", problems, evidence)
+
+
+def written_rows(values: Values, write: LayerWrite, rows: int) -> range:
+    """The rows of its layer that a write covers."""
+    if write.begin is None or write.end is None:
+        return range(rows)
+    begin, end = values(write.begin), values(write.end)
+    return range(*slice(int(begin[1]), int(end[1])).indices(rows))
+
+
+def shapes_of(function: Function, contract: ProgramContract, lengths: Lengths) -> dict[str, tuple[int, ...]]:
+    """The concrete shape of every argument in a call of these lengths; a growing state has as few rows as will do."""
+    ids = zip(function.inputs, (lengths.query_len, lengths.seq_len), strict=True)
+    shapes: dict[str, tuple[int, ...]] = {argument.name: (1, n) for argument, n in ids}
+    rows = max(lengths.seq_len, contract.interface.dims.get("rows", (1, 1))[0])
+    for argument in function.states:
+        shapes[argument.name] = tuple(rows if n is None else n for n in argument.type.shape)
+    return shapes
+
+
+def writes_land_on_their_rows(function: Function, flow: StateFlow, contract: ProgramContract) -> CheckResult:
+    """Played for concrete lengths: with each row of a layer standing for its position, and each row of the chunk for
+    its own, the function's own operators leave every position on the row that the definition gives it."""
+    states = {state.name: state for state in contract.of_kind("ring") + contract.of_kind("full")}
+    problems, lengths = [], played_lengths(contract)
+    for write in flow.writes:
+        state = states.pop(layer_name(write.state, write.layer), None)
+        if state is None:
+            continue
+        for one in lengths:
+            try:
+                problem = play(function, flow, write, state, shapes_of(function, contract, one))
+            except (NotPlayable, ValueError, IndexError) as reason:
+                problem = str(reason)
+            if problem is not None:
+                problems.append(f"{state.name} at Q={one.query_len} S={one.seq_len}: {problem}")
+                break
+    problems += [f"{name} is never written" for name in states]
+    played = len(contract.of_kind("ring") + contract.of_kind("full"))
+    return contract.result(
+        "writes_land_on_their_rows", problems, f"{played} layers played for {len(lengths)} pairs of lengths"
+    )
+
+
+def play(
+    function: Function, flow: StateFlow, write: LayerWrite, state: StateSpec, shapes: Mapping[str, tuple[int, ...]]
+) -> str | None:
+    """What is wrong with the rows that one write leaves in a call with these shapes, if anything."""
+    lengths = Lengths(*(shapes[argument.name][1] for argument in function.inputs))
+    count, rows, *row = shapes[write.state]
+    before = expected_rows(state, rows, lengths.offset).numpy()
+    column = [1] * len(row)
+    given: dict[int, np.ndarray] = {}
+    for value, name in flow.stacks.items():
+        if name == write.state:
+            given[value] = np.broadcast_to(before.reshape(1, rows, *column), (count, rows, *row))
+    positions = np.arange(lengths.offset, lengths.seq_len, dtype=np.float32)
+    for value in chunks(function, flow, write):
+        given[value] = np.broadcast_to(positions.reshape(1, -1, *column), (1, lengths.query_len, *row))
+    values = Values(function, shapes, given)
+    update = values(write.update)
+    after = np.array(np.broadcast_to(before.reshape(1, rows, *column), (1, rows, *row)))
+    if write.begin is None or write.end is None:
+        after[:] = update
+    else:
+        begin, end = values(write.begin).copy(), values(write.end).copy()
+        begin[0], end[0] = 0, 1
+        after[region(after.shape, begin, end)] = update
+    flat = after.reshape(rows, -1)
+    if not (flat == flat[:, :1]).all():
+        return "a row received parts of different positions"
+    wrong = np.flatnonzero(flat[:, 0] != expected_rows(state, rows, lengths.seq_len).numpy())
+    if len(wrong) == 0:
+        return None
+    first = int(wrong[0])
+    want = expected_rows(state, rows, lengths.seq_len)[first]
+    return f"row {first} holds position {flat[first, 0]:g}, expected {want:g}"
+
+
+def chunks(function: Function, flow: StateFlow, write: LayerWrite) -> Iterator[int]:
+    """The activations that an update is made of: what it takes beside the layer's own old rows and integers."""
+    carrying = carried(function, flow, write.state, write.layer)
+    open_values, seen = [write.update], set()
+    while open_values:
+        value = open_values.pop()
+        if value in seen or value in flow.stacks:
+            continue
+        seen.add(value)
+        kind = function.types.get(value)
+        if value in carrying:
+            open_values += function.producers[value].operands
+        elif kind is not None and not kind.is_integer and len(kind.shape) > 1:
+            yield value

@@ -1,0 +1,63 @@
+"""What the measuring scripts share: a process for each measurement, so that its peak memory is its own, and tables."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import platform
+import resource
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from exporter.progress import peak_memory_bytes
+from exporter.quiet import quieten_libraries
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def cost_of(work: Callable[[], object]) -> dict[str, float]:
+    """Wall and CPU seconds of `work` in this process (CPU of its start too), and the process's peak memory."""
+    start = time.perf_counter()
+    work()
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return {
+        "wall_seconds": time.perf_counter() - start,
+        "cpu_seconds": usage.ru_utime + usage.ru_stime,
+        "peak_bytes": peak_memory_bytes(),
+    }
+
+
+def _child(work: Callable[..., dict[str, Any]], arguments: Sequence[Any], pipe: Any) -> None:
+    quieten_libraries()
+    pipe.send(work(*arguments))
+
+
+def in_process(work: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_child, args=(work, arguments, theirs))
+    process.start()
+    theirs.close()
+    try:
+        result: dict[str, Any] = ours.recv()
+    except EOFError:
+        raise SystemExit(f"{work.__name__} {arguments} failed") from None
+    process.join()
+    return result
+
+
+def machine() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    return f"{os.cpu_count()} threads of {cpu}, {memory:.0f} GiB, Python {platform.python_version()}"
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    body = [f"| {' | '.join(row)} |" for row in (columns, *rows)]
+    return "\n".join([body[0], "|" + "---|" * len(columns), *body[1:]])

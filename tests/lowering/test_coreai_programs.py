@@ -1,0 +1,211 @@
+"""Core AI assets, run by the wheel's interpreter: the numbers and every row of state are those of the eager decoder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import tiny_checkpoints
+import tiny_models
+import torch
+from coreai_models import CHUNK, CONTEXT, Pair, build_into, stacked, stacked_states
+from tiny_models import one_thread  # noqa: F401
+
+from exporter.backends import Built
+from exporter.backends.coreai import check_file, describe
+from exporter.cache.plain import PlainKernels
+from exporter.checkpoint import open_checkpoint
+from exporter.errors import BundleError, ConfigError, RuntimeLimitError
+from exporter.graph import ProgramContract
+from exporter.model.decoder import Decoder, parameter_shapes
+from exporter.spec import ModelSpec
+from runtime_ref.programs.aimodel import AimodelProgram
+
+pytest.importorskip("coreai_torch")
+
+# Rings of 8 rows: single tokens first, chunks longer than the ring, chunks that straddle its end, 7 turns in all.
+PIECES = (1, 1, 2, 5, 20, 1, 1, 7, 3, 1, 17, 1)
+assert sum(PIECES) <= CONTEXT and max(PIECES) <= CHUNK
+# Measured: 2.1e-5 at most in logits of up to 4.7, and in states.
+CLOSE = 5e-5
+
+
+def spec_of(name: str) -> ModelSpec:
+    return {
+        **tiny_models.SPECS,
+        "convolutions": tiny_models.model(tiny_models.CONV, tiny_models.SLIDING, tiny_models.CONV, tiny_models.GLOBAL),
+    }[name]
+
+
+def worst(pair: Pair, pieces: Sequence[int] = PIECES) -> float:
+    """The largest difference of logits over calls of these lengths; states are compared after every call."""
+    ids, start, largest = tiny_models.token_ids(sum(pieces)), 0, 0.0
+    for length in pieces:
+        ours, theirs = pair.call(ids[start : start + length])
+        start += length
+        largest = max(largest, float((ours - theirs).abs().max()))
+        assert not any(difference > CLOSE for difference in pair.state_differences()), (start, pair.state_differences())
+    return largest
+
+
+@pytest.mark.parametrize(
+    ("name", "slack"),
+    [
+        ("window 1", 3), ("own heads for each kind", 0), ("sinks and experts", 0), ("softcap", 5),
+        ("convolutions", 0),
+    ],
+)  # fmt: skip
+def test_every_kind_of_layer_agrees_with_eager(name: str, slack: int, tmp_path: Path) -> None:
+    decoder = stacked(spec_of(name), slack)
+    assert worst(Pair(decoder, build_into(decoder, tmp_path), tmp_path)) < CLOSE
+
+
+@pytest.mark.parametrize("model_type", sorted(tiny_checkpoints.CONFIGS))
+def test_every_family_agrees_with_eager(model_type: str, tmp_path: Path) -> None:
+    tiny_checkpoints.tiny_model(model_type).save_pretrained(tmp_path / "checkpoint")
+    checkpoint = open_checkpoint(tiny_checkpoints.at(tmp_path / "checkpoint"))
+    weights = checkpoint.load_state_dict(parameter_shapes(checkpoint.spec), lambda done, total: None)
+    decoder = Decoder.from_state_dict(checkpoint.spec, stacked_states(checkpoint.spec), PlainKernels(), weights)
+    assert worst(Pair(decoder, build_into(decoder, tmp_path), tmp_path)) < CLOSE
+
+
+@pytest.fixture(scope="module")
+def tiny_gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, Built, Path]:
+    directory = tmp_path_factory.mktemp("coreai")
+    decoder = stacked(spec_of("gemma"))
+    return decoder, build_into(decoder, directory), directory
+
+
+def test_how_a_prompt_is_cut_changes_nothing(tiny_gemma: tuple[Decoder, Built, Path]) -> None:
+    whole, ones = Pair(*tiny_gemma), Pair(*tiny_gemma)
+    ids = tiny_models.token_ids(31)
+    for token in ids:
+        stepped, _ = ones.call([token])
+    whole.call(ids[:20])
+    chunked, _ = whole.call(ids[20:])
+    assert float((stepped - chunked).abs().max()) < CLOSE
+    for ours, theirs in zip(whole.states[0], ones.states[0], strict=True):
+        rows = min(31, ours.shape[1], theirs.shape[1])
+        assert float((ours[:, :rows] - theirs[:, :rows]).abs().max()) < CLOSE
+
+
+def test_growing_changes_no_bit(tiny_gemma: tuple[Decoder, Built, Path]) -> None:
+    """16 rows that double as they fill, beside the whole context allocated at once."""
+    growing, whole = Pair(*tiny_gemma), Pair(*tiny_gemma)
+    whole.length = CONTEXT
+    whole._grow()
+    whole.length = 0
+    ids = tiny_models.token_ids(40)
+    for start, length in ((0, 15), (15, 1), (16, 1), (17, 23)):
+        ours, _ = growing.call(ids[start : start + length])
+        theirs, _ = whole.call(ids[start : start + length])
+        assert torch.equal(ours, theirs)
+    assert [state.shape[1] for state in growing.states[0]] == [40, 40, 8, 8]
+
+
+def test_the_interface_and_the_files(tiny_gemma: tuple[Decoder, Built, Path]) -> None:
+    decoder, built, directory = tiny_gemma
+    program = built.program
+    assert (program.format, program.file, program.weights) == ("coreai", "model.aimodel", "float32")
+    assert {t.dtype for method in program.methods.values() for t in method.inputs[:2]} == {"int32"}
+    assert all(check.passed for check in built.checks)
+    assert {check.name for check in built.checks} >= {"writes_land_on_their_rows", "weights_stored_once"}
+    metadata = json.loads((directory / "metadata.json").read_text())
+    assert metadata["assets"] == {"main": "model.aimodel"}
+    assert metadata["language"]["states"] == {
+        "globalKeyCache": "kv_cache", "globalValueCache": "kv_cache",
+        "slidingKeyCache": "sliding_cache", "slidingValueCache": "sliding_cache",
+    }  # fmt: skip
+    assert metadata["language"]["vocab_size"] == decoder.spec.vocab_size
+    assert metadata["language"]["max_context_length"] == CONTEXT
+
+
+def test_describe_reads_the_file_alone(tiny_gemma: tuple[Decoder, Built, Path]) -> None:
+    decoder, _, directory = tiny_gemma
+    description = describe(directory / "model.aimodel")
+    prefill, main = description.functions
+    assert (prefill.name, main.name) == ("prefill", "main")
+    assert prefill.inputs == (("input_ids", "int32", "[1, any]"), ("position_ids", "int32", "[1, any]"))
+    assert main.inputs == (("input_ids", "int32", "[1, 1]"), ("position_ids", "int32", "[1, any]"))
+    assert main.states[0] == ("globalKeyCache", "float32", "[1, any, 2, 16]")
+    assert main.states[2] == ("slidingKeyCache", "float32", "[1, 8, 2, 16]")
+    assert main.outputs == (("logits", "float32", "[1, 97]"),)
+    assert main.operators["slice_update"] == 4
+    matrices = sum(p.numel() for p in decoder.parameters() if p.ndim > 1)  # the tied embedding once
+    assert description.weight_bytes == {"float32": 4 * matrices}
+    assert description.file_bytes < 4 * matrices + 90_000  # the instructions of two functions
+
+
+@pytest.mark.parametrize(("weights", "limit", "bits"), [("float16", 0.02, 16), ("int8", 0.5, 8), ("int4", 8.0, 4)])
+def test_reduced_weights(weights: str, limit: float, bits: int, tmp_path: Path) -> None:
+    """Stored once and small, still close (random weights are the worst case); the eager model has them in float32."""
+    decoder = stacked(spec_of("gemma"))
+    built = build_into(decoder, tmp_path, weights)
+    pair = Pair(decoder, built, tmp_path)
+    ours, theirs = pair.call(tiny_models.token_ids(12))
+    assert 1e-4 < float((ours - theirs).abs().max()) < limit
+    matrices = sum(p.numel() for p in decoder.parameters() if p.ndim > 1)
+    assert describe(tmp_path / "model.aimodel").weight_bytes == {weights: matrices * bits // 8}
+
+
+def test_int4_is_the_rounding_it_says(tmp_path: Path) -> None:
+    """Against a decoder whose weights were rounded here: symmetric, 15 values, a scale for each 32 input channels."""
+    spec = spec_of("all sliding")
+    decoder, rounded = stacked(spec), stacked(spec)
+    with torch.no_grad():
+        for parameter in rounded.parameters():
+            if parameter.ndim > 1:
+                blocks = parameter.view(parameter.shape[0], -1, 32)
+                scale = (2 * blocks.abs().amax(-1, keepdim=True) + 1e-6) / 14
+                parameter.copy_(((blocks / scale).round().clamp(-7, 7) * scale).view_as(parameter))
+    pair = Pair(rounded, build_into(decoder, tmp_path, "int4"), tmp_path)
+    assert worst(pair, (1, 20, 1, 5)) < CLOSE
+
+
+def test_chunks_go_through_prefill_and_single_tokens_through_main(tiny_gemma: tuple[Decoder, Built, Path]) -> None:
+    pair = Pair(*tiny_gemma)
+    before = [state.clone() for state in pair.states[0]]
+    with pytest.raises(RuntimeLimitError, match="exactly 1"):
+        pair.program.run("main", torch.tensor([[1, 2]]), torch.arange(2)[None], pair.states[0])
+    with pytest.raises(RuntimeLimitError, match="2 or more"):
+        pair.program.run("prefill", torch.tensor([[1]]), torch.arange(1)[None], pair.states[0])
+    assert all(
+        torch.equal(
+            a,
+            b,
+        )
+        or bool(a.isnan().all())
+        for a, b in zip(before, pair.states[0], strict=True)
+    )
+
+
+def test_rings_of_two_sizes_do_not_share_a_stack() -> None:
+    with pytest.raises(ConfigError, match="slidingKeyCache"):
+        stacked(tiny_models.SPECS["two windows"])
+
+
+def damaged(path: Path) -> None:
+    (path / "main.mlirb").write_bytes(b"no bytecode at all")
+
+
+def emptied(path: Path) -> None:
+    for file in path.iterdir():
+        file.unlink()
+
+
+@pytest.mark.parametrize("damage", [damaged, emptied])
+def test_a_damaged_asset_is_refused_by_everyone(
+    damage: Callable[[Path], None], tiny_gemma: tuple[Decoder, Built, Path], tmp_path: Path
+) -> None:
+    decoder, built, directory = tiny_gemma
+    path = tmp_path / "model.aimodel"
+    path.mkdir()
+    for file in (directory / "model.aimodel").iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    damage(path)
+    contracts = [ProgramContract(name, method, decoder.states) for name, method in built.program.methods.items()]
+    for read in (describe, lambda path: check_file(path, contracts), lambda path: AimodelProgram(path, built.program)):
+        with pytest.raises(BundleError, match=r"model\.aimodel"):
+            read(path)
