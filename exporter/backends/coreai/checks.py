@@ -88,7 +88,8 @@ def by_layer(contract: ProgramContract) -> ProgramContract:
 
 
 def no_whole_state_copy(function: Function, flow: StateFlow, contract: ProgramContract) -> CheckResult:
-    """A stack is only sliced by layer and updated by rows of one layer, and nothing else is as large as a stack."""
+    """A stack is only sliced by layer and updated by rows of one layer, always as it was last written, and nothing else
+    is as large as a stack."""
     problems = [*flow.whole, *flow.stale]
     stacks = {state.type.shape: state.name for state in function.states if flow.layers[state.name] > 1}
     for operation in function.operations:

@@ -154,8 +154,6 @@ class _Reader:
         stack, begin, end, _, update = operation.operands
         state = self.result.stacks[stack]
         self._check_fresh(stack, label)
-        if stack in self.pending:
-            self.result.whole.append(f"{label} updates {state} twice before it is written")
         layer = self._layer(operation, state)
         if layer is None and self.layers[state] == 1:
             layer = 0
@@ -163,10 +161,12 @@ class _Reader:
             self.result.whole.append(f"{label} updates more than one layer of {state}")
             return
         (result,) = operation.results
+        self.result.stacks[result] = state
         self.pending[result] = LayerWrite(label, state, layer, update, begin, end)
 
     def _write(self, state: str, value: int, label: str) -> None:
-        write = self.pending.get(value)
+        write = self.pending.pop(value, None)
+        self.current[state] = value
         if write is None and self.layers[state] == 1 and value not in self.result.stacks:
             write = LayerWrite(label, state, 0, value, None, None)
         if write is None or write.state != state:
@@ -187,8 +187,8 @@ class _Reader:
 
     def _check_fresh(self, value: int, label: str) -> None:
         state = self.result.stacks[value]
-        if value not in self.pending and self.current[state] != value:
-            self.result.stale.append(f"{label} uses {state} as it was before the last write")
+        if self.current[state] != value:
+            self.result.stale.append(f"{label} uses {state} as it is not: before the last write, or ahead of the next")
 
     def _layer(self, operation: Operation, state: str) -> int | None:
         """The one layer that a slice or an update touches, when its first index is constant."""
