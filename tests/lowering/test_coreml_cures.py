@@ -9,17 +9,21 @@ from typing import Any
 
 import pytest
 from coreml_programs import LIMITS, coreml_decoder
-from tiny_models import CONV, GLOBAL, SLIDING, model, one_thread  # noqa: F401
+from tiny_models import CONV, GLOBAL, SLIDING, attention, model, one_thread  # noqa: F401
 from torch.export import ExportedProgram
 
-from exporter.backends.coreml import cures
+from exporter.backends.coreml import convert, cures
 from exporter.backends.coreml.convert import to_mil
 from exporter.backends.coreml.precision import SHIPPED, in_precision
 from exporter.backends.coreml.program import interface_of
 from exporter.backends.coreml.stateful import trace_stateful
 from exporter.programs import Method
 
-SPECS = {"attention": model(SLIDING, GLOBAL), "convolution": model(CONV)}
+SPECS = {
+    "attention": model(SLIDING, GLOBAL),
+    "convolution": model(CONV),
+    "softcap": model(attention(None, logit_softcap=2.0)),
+}
 
 
 @cache
@@ -68,7 +72,7 @@ def test_every_cure_has_its_test() -> None:
 
 
 CURED = {
-    "mod", "floordiv", "where.scalarother", "slice", "state_as_stored", "erase_assertions", "drop_copies",
+    "mod", "floordiv", "div", "where.scalarother", "slice", "state_as_stored", "erase_assertions", "drop_copies",
     "read_states_as_stored", "round_numbers", "common::guard_negative_gather_indices",
 }  # fmt: skip
 
@@ -96,7 +100,7 @@ def test_a_quotient_of_lengths_is_a_float(without: Callable[[str], None]) -> Non
     assert dtypes(converted("attention", "main"), "floor_div") == {"int": 1, "fp32": 1}
 
 
-def test_states_are_cast_whole(without: Callable[[str], None]) -> None:
+def test_states_are_cast_whole(without: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     def cast(operations: list[Any]) -> int:
         return sum(
             op.op_type == "cast" and op.x.op is not None and op.x.op.op_type == "read_state" for op in operations
@@ -104,6 +108,7 @@ def test_states_are_cast_whole(without: Callable[[str], None]) -> None:
 
     assert cast(cured("attention", "main")) == 0
     without("read_states_as_stored")
+    monkeypatch.setattr(convert, "other_types", lambda traced, converted: [])
     operations = converted("attention", "main")
     assert cast(operations) == 4 and dtypes(operations, "slice_update") == {"fp32": 4}
 
@@ -114,10 +119,18 @@ def test_old_rows_are_read_for_their_shape(without: Callable[[str], None]) -> No
     assert dtypes(converted("attention", "prefill"), "tile") == {"fp16": 2}
 
 
+def test_a_quotient_of_halves_is_float32_and_all_behind_it(without: Callable[[str], None]) -> None:
+    assert dtypes(cured("softcap", "main"), "linear") == {"fp16": 8}
+    without("div")
+    with pytest.raises(AssertionError, match=r"the converter changed types: .*linear"):
+        converted("softcap", "main")
+
+
 def test_a_number_makes_attention_float32(without: Callable[[str], None]) -> None:
     assert dtypes(cured("attention", "main"), "matmul") == {"fp16": 4}
     without("round_numbers")
-    assert dtypes(converted("attention", "main"), "matmul") == {"fp32": 4}
+    with pytest.raises(AssertionError, match=r"the converter changed types: .*matmul"):
+        converted("attention", "main")
 
 
 def test_every_gather_is_guarded(without: Callable[[str], None]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import coremltools as ct
 import numpy as np
-from coremltools.converters.mil.mil import Program
+from coremltools.converters.mil.mil import Program, types
 from torch.export import ExportedProgram
 
 from exporter.backends.coreml import cures
@@ -42,7 +42,7 @@ def quiet() -> Iterator[None]:
 def to_mil(program: ExportedProgram) -> Program:
     """One method, rewritten already, as a MIL program with a single function. No weight is copied."""
     with quiet(), cures.translations():
-        return ct.convert(
+        converted = ct.convert(
             program,
             convert_to="milinternal",
             minimum_deployment_target=TARGET,
@@ -51,6 +51,24 @@ def to_mil(program: ExportedProgram) -> Program:
             outputs=[ct.TensorType(name="logits")],
             pass_pipeline=cures.pass_pipeline(),
         )
+    wrong = other_types(program, converted)
+    assert not wrong, f"the converter changed types: {', '.join(wrong)}"
+    return converted
+
+
+def other_types(traced: ExportedProgram, converted: Program) -> list[str]:
+    """The values that are float16 in one program and float32 in the other, by the names that both use."""
+    dtypes = {"torch.float16": "fp16", "torch.float32": "fp32"}
+    want = {node.name: dtypes.get(str(getattr(node.meta.get("val"), "dtype", None))) for node in traced.graph.nodes}
+    return [
+        f"{op.op_type} {var.name} is {types.builtin_to_string(var.dtype)}"
+        for op in converted.functions["main"].operations
+        for var in op.outputs
+        if op.op_type not in {"const", "read_state"}
+        and want.get(var.name) is not None
+        and types.builtin_to_string(var.dtype) in dtypes.values()
+        and want[var.name] != types.builtin_to_string(var.dtype)
+    ]
 
 
 def merge(functions: Mapping[Method, Program]) -> Program:

@@ -51,6 +51,14 @@ def _floor_division(context: Any, node: Any, original: Any) -> None:
     context.add(mb.floor_div(x=x, y=y, name=node.name))
 
 
+def _quotient(context: Any, node: Any, original: Any) -> None:
+    x, y = _get_inputs(context, node, expected=2)
+    if x.dtype is types.fp16 and y.dtype is types.fp16:
+        context.add(mb.real_div(x=x, y=y, name=node.name))
+    else:
+        original(context, node)
+
+
 def _where_or_zero(context: Any, node: Any, original: Any) -> None:
     visible, x, other = _get_inputs(context, node, expected=3)
     assert other.val == 0, f"{node.name} selects {other.val}"
@@ -85,6 +93,11 @@ TRANSLATIONS = (
         operator.floordiv.__name__,
         "a quotient of lengths becomes a float32, and slot arithmetic goes on in floats",
         _floor_division,
+    ),
+    Translation(
+        "div",
+        "a quotient of float16 numbers is computed in float32, and so is all that follows, weights included",
+        _quotient,
     ),
     Translation(
         "where.scalarother",

@@ -9,15 +9,17 @@ import torch
 
 ENTRIES = 16
 ROWS_PER_PALETTE = 16
-STEPS = 12
+STEPS = 8
+QUANTILES = 0.7
+"""Of the start; the rest is equal spacing. Quantiles alone starve the tails: thrice the steps, and worse after them."""
 ELEMENTS_AT_A_TIME = 2**21
 
 
 def palettize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``[N, K]`` to indices uint8 ``[N, K]`` in 0 .. 15 and palettes float32 ``[G, E]`` in ascending order.
 
-    Each `ROWS_PER_PALETTE` rows share a palette, all rows if N is no multiple of that. It starts at equally spaced
-    quantiles; an entry that loses all its weights stays where it is.
+    Each `ROWS_PER_PALETTE` rows share a palette, all rows if N is no multiple of that. An entry that loses all its
+    weights stays where it is.
     """
     rows, columns = weight.shape
     shared = ROWS_PER_PALETTE if rows % ROWS_PER_PALETTE == 0 else rows
@@ -33,10 +35,11 @@ def palettize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _cluster(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Lloyd's iteration on every row of ``[G, R * K]`` by itself: palettes ``[G, E]`` and indices."""
-    # Equally spaced ranks of a sample: the start decides nothing but the number of steps.
     sample = values[:, :: max(1, values.shape[1] // 4096)].sort(1).values
-    ranks = ((torch.arange(ENTRIES) + 0.5) / ENTRIES * sample.shape[1]).long()
-    centres = sample[:, ranks].contiguous()
+    parts = (torch.arange(ENTRIES) + 0.5) / ENTRIES
+    quantiles = sample[:, (parts * sample.shape[1]).long()]
+    spaced = sample[:, :1] + (sample[:, -1:] - sample[:, :1]) * parts
+    centres = QUANTILES * quantiles + (1 - QUANTILES) * spaced
     ones = torch.ones_like(values)
     for _ in range(STEPS):
         nearest = _nearest(values, centres)

@@ -1,0 +1,200 @@
+"""What the back end writes: sizes, sharing, descriptions, and numbers in every way of keeping weights.
+
+Letters: N output channels, K input channels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from coreml_programs import CHUNK, CONTEXT, LIMITS, Weights, built, coreml_decoder
+from tiny_checkpoints import CONFIGS, at, tiny_model
+from tiny_models import SPECS, call, one_thread, states_of, token_ids  # noqa: F401
+
+from exporter.backends.coreml import build, describe, kernels
+from exporter.backends.coreml import program as program_module
+from exporter.backends.coreml.palettes import ENTRIES, ROWS_PER_PALETTE, palettize
+from exporter.backends.coreml.precision import FLOAT32, SHIPPED, in_precision
+from exporter.cache.plain import PlainKernels
+from exporter.checkpoint import open_checkpoint
+from exporter.errors import ConfigError
+from exporter.model.decoder import Decoder, parameter_shapes
+from exporter.progress import Progress
+from exporter.quantization.grids import int4_per_group, int8_per_row
+from exporter.spec import CachePolicy, CoreMLOptions, state_specs
+from runtime_ref.programs.mlpackage.program import MLPackageProgram
+
+# Windows of 8: chunks shorter, longer than the window, one over the ring's end; single tokens over three wraps.
+SPLITS = [5, 1, 1, 7, CHUNK, 3, *[1] * 26]
+
+
+def play(program: MLPackageProgram, decoder: Decoder, splits: list[int]) -> list[torch.Tensor]:
+    states, offset, rows = states_of(decoder), 0, []
+    ids = token_ids(sum(splits))
+    for length in splits:
+        positions = torch.zeros(1, offset + length, dtype=torch.int64)
+        chunk = torch.tensor([ids[offset : offset + length]])
+        rows.append(program.run("main" if length == 1 else "prefill", chunk, positions, states)[0])
+        offset += length
+    return rows
+
+
+def play_eager(decoder: Decoder, splits: list[int]) -> list[torch.Tensor]:
+    states, offset, rows = states_of(decoder), 0, []
+    ids = token_ids(sum(splits))
+    for length in splits:
+        rows.append(call(decoder, ids[offset : offset + length], offset, states, length == 1))
+        offset += length
+    return rows
+
+
+def largest_difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+
+
+def rounded(decoder: Decoder, weights: Weights) -> Decoder:
+    """The float32 model over PlainKernels with its matrices replaced by what a package of `weights` stands for."""
+    twin = coreml_decoder(decoder.spec, slack=decoder.states[0].rows - (decoder.states[0].window or 0))
+    twin = twin.with_kernels(PlainKernels())
+    with torch.no_grad():
+        for name, parameter in twin.named_parameters():
+            if "norm" in name:
+                continue
+            half = parameter.half().float()
+            if parameter.dim() == 2 and weights == "int8":
+                integers, scales = int8_per_row(half)
+                half = integers * scales.half().float()[:, None]
+            elif parameter.dim() == 2 and weights == "int4":
+                integers, steps = int4_per_group(half, 32)
+                half = (integers.view(*steps.shape, 32) * steps.half().float()[..., None]).view(half.shape)
+            elif parameter.dim() == 2 and weights == "palettized4":
+                indices, palettes = palettize(half)
+                group = torch.arange(len(half)) // (len(half) // len(palettes))
+                half = palettes[group].gather(1, indices.long())
+            parameter.copy_(half.half().float())
+    return twin
+
+
+# Twice what was measured, on logits of up to 5.
+@pytest.mark.parametrize(("weights", "bound"), [("int8", 1e-2), ("int4", 1e-2), ("palettized4", 1e-2)])
+def test_a_compressed_package_computes_with_the_weights_it_stands_for(weights: Weights, bound: float) -> None:
+    decoder, result, path = built("gemma", weights)
+    ours = play(MLPackageProgram(path, result.program), decoder, SPLITS)
+    assert largest_difference(ours, play_eager(rounded(decoder, weights), SPLITS)) < bound
+    assert largest_difference(ours, play_eager(rounded(decoder, "float16"), SPLITS)) > 3 * bound
+
+
+def test_a_ring_with_slack_needs_no_zeroing() -> None:
+    decoder, result, path = built("all sliding", slack=3)
+    ours = play(MLPackageProgram(path, result.program), decoder, SPLITS)
+    theirs = play_eager(decoder.with_kernels(PlainKernels()), SPLITS)
+    assert largest_difference(ours, theirs) < 0.1  # of 8; 0.046 was measured
+
+
+@pytest.mark.parametrize("weights", ["float32", "float16", "int8", "int4", "palettized4"])
+def test_weights_are_stored_once(weights: Weights) -> None:
+    decoder, result, path = built("gemma", weights)
+    parameters = dict(decoder.named_parameters())  # a tied head is none of its own
+    bits = {"float32": 32, "float16": 16, "int8": 8, "int4": 4, "palettized4": 4}[weights]
+    matrices = [p for p in parameters.values() if p.dim() == 2]
+    expected = sum(p.numel() for p in matrices) * bits // 8
+    found = describe(path).weight_bytes
+    kind = {"palettized4": "uint4"}.get(weights, weights)
+    if weights == "float32":
+        expected += sum(p.numel() for p in parameters.values() if p.dim() == 1) * 4
+    # Beside the matrices: the inverse frequencies of two RoPEs, zeros for biases, the positions of a ring.
+    assert expected <= found[kind] <= expected + 2048
+    if weights == "palettized4":
+        groups = [len(p) // ROWS_PER_PALETTE if len(p) % ROWS_PER_PALETTE == 0 else 1 for p in matrices]
+        assert found["lut"] == sum(groups) * ENTRIES * 2
+    if weights in {"int8", "int4"}:
+        assert found["scales"] == sum(p.numel() // (32 if weights == "int4" else p.shape[1]) for p in matrices) * 2
+    assert result.program.weights == weights and result.program.operators
+
+
+def test_a_package_describes_itself() -> None:
+    decoder, result, path = built("gemma")
+    description = describe(path)
+    assert description.format == "coreml" and [f.name for f in description.functions] == ["main", "prefill"]
+    main, prefill = description.functions
+    assert main.inputs == (("input_ids", "int32", "[1, 1]"), ("position_ids", "int32", f"[1, 1..{CONTEXT}]"))
+    assert prefill.inputs == (
+        ("input_ids", "int32", f"[1, 2..{CHUNK}]"),
+        ("position_ids", "int32", f"[1, 2..{CONTEXT}]"),
+    )
+    rows = tuple((s.name, "float16", f"[1, {s.rows}, 2, 16]") for s in decoder.states)
+    assert main.states == prefill.states == rows and rows[-1][2] == f"[1, {CONTEXT}, 2, 16]"
+    assert main.outputs == prefill.outputs == (("logits", "float32", "[1, 97]"),)
+    assert main.operators["write_state"] == len(rows) and "tile" not in main.operators
+    assert description.file_bytes == sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    assert set(result.program.operators) == {*main.operators, *prefill.operators}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_families(family: str, tmp_path: Path) -> None:
+    """Gemma 3 has its own tests above and in `test_mlpackage_parity`."""
+    tiny_model(family, num_hidden_layers=CONFIGS[family]["num_hidden_layers"]).save_pretrained(tmp_path / "model")
+    checkpoint = open_checkpoint(at(tmp_path / "model"))
+    states = state_specs(checkpoint.spec, CachePolicy(), 64, "static", "float16")
+    weights = checkpoint.load_state_dict(parameter_shapes(checkpoint.spec), lambda done, total: None)
+    decoder = Decoder.from_state_dict(checkpoint.spec, states, kernels(), weights)
+    limits = LIMITS.__class__(max_context_length=64, max_prefill_chunk=24)
+    result = build(decoder, limits, CoreMLOptions(weights="float32"), tmp_path, Progress.silent().step)
+    splits = [5, 24, 1, 1, 3, *[1] * 10]
+    ours = play(MLPackageProgram(tmp_path / result.program.file, result.program), decoder, splits)
+    theirs = play_eager(decoder.with_kernels(PlainKernels()), splits)
+    largest = max(float(row.abs().max()) for row in theirs)
+    assert largest_difference(ours, theirs) < 5e-4 * largest
+
+
+def test_precision_of_the_twin() -> None:
+    decoder = coreml_decoder(SPECS["gemma"])
+    before = {name: parameter.clone() for name, parameter in decoder.named_parameters()}
+    twin = in_precision(decoder, SHIPPED)
+    dtypes = {name.replace(".inner", ""): p.dtype for name, p in twin.named_parameters()}
+    assert dtypes.keys() == before.keys()
+    assert all(dtype is (torch.float32 if "norm" in name else torch.float16) for name, dtype in dtypes.items())
+    assert twin.lm_head.weight is twin.embed_tokens.weight  # type: ignore[union-attr]
+    assert all(torch.equal(p, before[name]) and p.dtype is torch.float32 for name, p in decoder.named_parameters())
+    same = in_precision(decoder, FLOAT32)
+    assert all(p.data_ptr() == q.data_ptr() for p, q in zip(decoder.parameters(), same.parameters(), strict=True))
+
+
+def test_a_palette_is_a_fixed_point_of_k_means() -> None:
+    weight = torch.randn(2 * ROWS_PER_PALETTE, 40, generator=torch.Generator().manual_seed(0))
+    indices, palettes = palettize(weight)
+    assert palettes.shape == (2, ENTRIES) and indices.dtype is torch.uint8 and int(indices.max()) == ENTRIES - 1
+    for group in range(2):
+        values = weight[group * ROWS_PER_PALETTE : (group + 1) * ROWS_PER_PALETTE].flatten()
+        chosen = indices[group * ROWS_PER_PALETTE : (group + 1) * ROWS_PER_PALETTE].flatten().long()
+        distance = (values[:, None] - palettes[group]).abs()
+        assert torch.equal(distance.gather(1, chosen[:, None])[:, 0], distance.min(1).values)
+        means = torch.stack([values[chosen == entry].mean() for entry in range(ENTRIES)])
+        assert (means - palettes[group]).abs().max() < 0.05
+        error = float((values - palettes[group][chosen]).square().mean())
+        # 16 levels of a normal distribution: Lloyd and Max's optimum is 0.0095 of the variance.
+        assert error < 0.0115
+    few = torch.tensor([[1.0, -1.0, 0.5, 0.0]]).repeat(3, 8)
+    indices, palettes = palettize(few)
+    assert palettes.shape == (1, ENTRIES) and torch.equal(palettes[0][indices.long()], few)
+
+
+def test_the_missing_converter_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    find: Callable[[str], object] = program_module.importlib.util.find_spec
+    monkeypatch.setattr(
+        program_module.importlib.util, "find_spec", lambda name: None if name == "coremltools" else find(name)
+    )
+    with pytest.raises(ConfigError, match=r"pip install 'ring-exporter\[coreml\]'"):
+        build(coreml_decoder(SPECS["gemma"]), LIMITS, CoreMLOptions(), tmp_path, Progress.silent().step)
+
+
+def test_positions_beyond_float16_turn_exactly() -> None:
+    """cos and sin at position 40,000 of the twin are those of float32 rounded once, not those of a rounded position."""
+    twin = in_precision(coreml_decoder(SPECS["gemma"]), SHIPPED)
+    cos, _ = twin.rotary_tables[0](torch.tensor([40_000.0]))
+    exact = torch.tensor([math.cos(40_000.0 * float(f)) for f in twin.rotary_tables[0].inner.inv_freq])
+    assert cos.dtype is torch.float16 and (cos.flatten().float() - exact).abs().max() < 6e-3
