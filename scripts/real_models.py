@@ -130,12 +130,14 @@ def markdown(results: dict[str, Any]) -> str:
         nlls = [f"{one['nll']:.4f}", f"{one['reference_nll']:.4f}", f"{one['nll'] - one['reference_nll']:+.4f}"]
         divergence = "" if eager is None else f"{eager['mean_kl_divergence']:.2g}"
         quality.append([*start, *nlls, divergence, f"{program['mean_kl_divergence']:.2g}"])
-        e, m = row["export"], row["long_context"]
+        e = row["export"]
         sizes = [f"{e['peak_bytes'] / 1e6:.0f}", f"{e['file_bytes'] / 1e6:.0f}"]
         exports.append([*start, f"{e['wall_seconds']:.0f}", f"{e['cpu_seconds']:.0f}", *sizes])
-        rings = ", ".join(str(rows) for rows in m["ring_rows"]) or "none"
-        keys = ("state_bytes", "full_caches_bytes", "bare_bytes", "loaded_bytes", "full_context_bytes")
-        memory.append([*start, str(m["context"]), rings, *(mib(m[key]) for key in keys)])
+        if "long_context" in row:
+            m = row["long_context"]
+            rings = ", ".join(str(rows) for rows in m["ring_rows"]) or "none"
+            keys = ("state_bytes", "full_caches_bytes", "bare_bytes", "loaded_bytes", "full_context_bytes")
+            memory.append([*start, str(m["context"]), rings, *(mib(m[key]) for key in keys)])
     int4 = ", ".join(f"`{key}: {value}`" for key, value in INT4.items())
     return f"""# The two real models, measured
 

@@ -31,13 +31,13 @@ def stacked_states(spec: ModelSpec, slack: int = 0, context: int = CONTEXT) -> t
     return state_specs(spec, CachePolicy(ring_slack=slack, initial_rows=16), context, "stacked")
 
 
-def stacked(spec: ModelSpec, slack: int = 0) -> Decoder:
-    return tiny_models.randomize(Decoder(spec, stacked_states(spec, slack), PlainKernels()))
+def stacked(spec: ModelSpec, slack: int = 0, context: int = CONTEXT) -> Decoder:
+    return tiny_models.randomize(Decoder(spec, stacked_states(spec, slack, context), PlainKernels()))
 
 
-def build_into(decoder: Decoder, directory: Path, weights: str = "float32") -> Built:
+def build_into(decoder: Decoder, directory: Path, weights: str = "float32", limits: Limits = LIMITS) -> Built:
     options = CoreAIOptions.model_validate({"weights": weights})
-    return build(decoder, LIMITS, options, directory, silent_step)
+    return build(decoder, limits, options, directory, silent_step)
 
 
 class Pair:

@@ -19,6 +19,8 @@ from exporter.quiet import native_stderr_hidden
 from exporter.spec import ProgramSpec
 from runtime_ref.programs import check_call
 
+BYTECODE, MAGIC = "main.mlirb", b"ML\xefR"
+
 
 class AimodelProgram:
     """Both functions of one `.aimodel`, loaded once.
@@ -38,13 +40,17 @@ class AimodelProgram:
         self._loop = _Loop()
         names = {method: own.function or method for method, own in spec.methods.items()}
         try:
+            # The interpreter ends the process over other bytes; that they are the right ones is the bundle's checksum.
+            with (path / BYTECODE).open("rb") as file:
+                if file.read(len(MAGIC)) != MAGIC:
+                    raise _refusal(path, f"{BYTECODE} is no MLIR bytecode")
             with native_stderr_hidden():
                 self._asset = authoring.AIModelAsset.load(path).executable()
                 # What it unpacked for the interpreter is removed on exit.
                 model = self._loop.run(self._asset.__aenter__())
                 self._functions = {method: model.load_function(name) for method, name in names.items()}
             weakref.finalize(self, _close, self._loop, self._asset)
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             raise _refusal(path, str(error)) from error
         for method, function in self._functions.items():
             if function is None:

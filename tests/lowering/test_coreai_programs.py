@@ -20,6 +20,7 @@ from exporter.checkpoint import open_checkpoint
 from exporter.errors import BundleError, ConfigError, RuntimeLimitError
 from exporter.graph import ProgramContract
 from exporter.model.decoder import Decoder, parameter_shapes
+from exporter.programs import Limits
 from exporter.spec import ModelSpec
 from runtime_ref.programs.aimodel import AimodelProgram
 
@@ -64,7 +65,8 @@ def test_every_kind_of_layer_agrees_with_eager(name: str, slack: int, tmp_path: 
 
 @pytest.mark.parametrize("model_type", sorted(tiny_checkpoints.CONFIGS))
 def test_every_family_agrees_with_eager(model_type: str, tmp_path: Path) -> None:
-    tiny_checkpoints.tiny_model(model_type).save_pretrained(tmp_path / "checkpoint")
+    two = {"layer_types": ["sliding_attention", "full_attention"]} if model_type == "gemma3_text" else {}
+    tiny_checkpoints.tiny_model(model_type, num_hidden_layers=2, **two).save_pretrained(tmp_path / "checkpoint")
     checkpoint = open_checkpoint(tiny_checkpoints.at(tmp_path / "checkpoint"))
     weights = checkpoint.load_state_dict(parameter_shapes(checkpoint.spec), lambda done, total: None)
     decoder = Decoder.from_state_dict(checkpoint.spec, stacked_states(checkpoint.spec), PlainKernels(), weights)
@@ -102,7 +104,15 @@ def test_growing_changes_no_bit(tiny_gemma: tuple[Decoder, Built, Path]) -> None
         ours, _ = growing.call(ids[start : start + length])
         theirs, _ = whole.call(ids[start : start + length])
         assert torch.equal(ours, theirs)
-    assert [state.shape[1] for state in growing.states[0]] == [40, 40, 8, 8]
+    assert [state.shape[1] for state in growing.states[0]] == [64, 64, 8, 8]
+
+
+def test_a_ring_of_real_size(tmp_path: Path) -> None:
+    """Its index constants are stored like weights, beside the text, and the checks read them all the same."""
+    decoder = stacked(tiny_models.model(tiny_models.attention(512)), context=1200)
+    limits = Limits(max_context_length=1200, max_prefill_chunk=600)
+    pair = Pair(decoder, build_into(decoder, tmp_path, limits=limits), tmp_path)
+    assert worst(pair, (1, 600, 300, 1)) < CLOSE
 
 
 def test_the_interface_and_the_files(tiny_gemma: tuple[Decoder, Built, Path]) -> None:
@@ -138,30 +148,32 @@ def test_describe_reads_the_file_alone(tiny_gemma: tuple[Decoder, Built, Path]) 
     assert description.file_bytes < 4 * matrices + 90_000  # the instructions of two functions
 
 
-@pytest.mark.parametrize(("weights", "limit", "bits"), [("float16", 0.02, 16), ("int8", 0.5, 8), ("int4", 8.0, 4)])
-def test_reduced_weights(weights: str, limit: float, bits: int, tmp_path: Path) -> None:
-    """Stored once and small, still close (random weights are the worst case); the eager model has them in float32."""
-    decoder = stacked(spec_of("gemma"))
-    built = build_into(decoder, tmp_path, weights)
-    pair = Pair(decoder, built, tmp_path)
-    ours, theirs = pair.call(tiny_models.token_ids(12))
-    assert 1e-4 < float((ours - theirs).abs().max()) < limit
-    matrices = sum(p.numel() for p in decoder.parameters() if p.ndim > 1)
-    assert describe(tmp_path / "model.aimodel").weight_bytes == {weights: matrices * bits // 8}
+def rounded(weight: torch.Tensor, weights: str) -> torch.Tensor:
+    """What the file stands for, from the definition; the integers are symmetric and their scale covers the largest."""
+    if weights == "float16":
+        return weight.half().float()
+    largest, block = (127, weight.shape[1]) if weights == "int8" else (7, 32)
+    blocks = weight.view(weight.shape[0], -1, block)
+    scale = (blocks.abs().amax(-1, keepdim=True) + 0.5e-6) / largest  # coreai-opt 0.3.0 adds 1e-6 to the whole range
+    return ((blocks / scale).round().clamp(-largest, largest) * scale).view_as(weight)
 
 
-def test_int4_is_the_rounding_it_says(tmp_path: Path) -> None:
-    """Against a decoder whose weights were rounded here: symmetric, 15 values, a scale for each 32 input channels."""
-    spec = spec_of("all sliding")
-    decoder, rounded = stacked(spec), stacked(spec)
+@pytest.mark.parametrize(("weights", "bits"), [("float16", 16), ("int8", 8), ("int4", 4)])
+def test_reduced_weights_are_the_rounding_they_say(weights: str, bits: int, tmp_path: Path) -> None:
+    """Stored once and small, embedding and head too; run, they are a model whose matrices were rounded here."""
+    spec = tiny_models.model(tiny_models.SLIDING)
+    decoder, expected = stacked(spec), stacked(spec)
     with torch.no_grad():
-        for parameter in rounded.parameters():
+        for parameter in expected.parameters():
             if parameter.ndim > 1:
-                blocks = parameter.view(parameter.shape[0], -1, 32)
-                scale = (2 * blocks.abs().amax(-1, keepdim=True) + 1e-6) / 14
-                parameter.copy_(((blocks / scale).round().clamp(-7, 7) * scale).view_as(parameter))
-    pair = Pair(rounded, build_into(decoder, tmp_path, "int4"), tmp_path)
+                parameter.copy_(rounded(parameter, weights))
+    pair = Pair(expected, build_into(decoder, tmp_path, weights), tmp_path)
     assert worst(pair, (1, 20, 1, 5)) < CLOSE
+    matrices = sum(p.numel() for p in decoder.parameters() if p.ndim > 1)
+    stored = describe(tmp_path / "model.aimodel").weight_bytes
+    assert stored[weights] == matrices * bits // 8
+    scales = {"float16": 0, "int8": 97, "int4": matrices // 32}[weights]  # short ones stand in the program's text
+    assert stored.get("float32", 0) <= 4 * scales
 
 
 def test_chunks_go_through_prefill_and_single_tokens_through_main(tiny_gemma: tuple[Decoder, Built, Path]) -> None:

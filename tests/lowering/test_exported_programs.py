@@ -185,6 +185,15 @@ def test_growing_changes_no_bit(request: pytest.FixtureRequest, name: str) -> No
         assert torch.equal(ours[:, :rows], theirs[:, :rows]), spec.name
 
 
+@pytest.mark.parametrize("name", FLOAT_BUNDLES)
+def test_no_memory_is_planned_for_a_state(request: pytest.FixtureRequest, name: str) -> None:
+    """They are the caller's: a method's own memory is smaller than any one global layer's rows."""
+    bundle = request.getfixturevalue(name)
+    manifest = read_bundle(bundle).manifest
+    smallest = min(state.bytes(state.max_rows) for state in manifest.states if state.kind == "full")
+    assert read_pte((bundle / "model.pte").read_bytes()).plans["main"].planned_bytes < smallest / 2
+
+
 def test_a_program_with_other_weights_is_refused(
     tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -1,6 +1,8 @@
 """Packed element types and compressed constants, against loops over bits and places."""
 
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 import torch
 
 from runtime_ref.programs.mlpackage.dtypes import BY_NAME, decode, storage_bytes
-from runtime_ref.programs.mlpackage.operators import CONSTEXPR, compression
+from runtime_ref.programs.mlpackage.operators import CONSTEXPR, OPERATORS, compression
 
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
 
@@ -149,3 +151,9 @@ def test_affine_dequantize(axis: int, vector: bool, monkeypatch: pytest.MonkeyPa
 def test_cast_of_a_constant() -> None:
     source = torch.tensor([1.5, math.inf], dtype=torch.float16)
     assert torch.equal(CONSTEXPR["constexpr_cast"]({"source_val": source}, torch.float32, False), source.float())
+
+
+def test_the_page_lists_every_operator() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "mlpackage-evaluator.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"`(\w+)`", page.split("## Operators")[1]))
+    assert listed == {*OPERATORS, *CONSTEXPR, "const", "read_state", "write_state", "coreml_update_state"}

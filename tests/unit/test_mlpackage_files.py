@@ -15,7 +15,7 @@ import pytest
 import torch
 from mil_package import Blob, Builder, Text, Typed, one_operator
 
-from exporter.errors import BundleError, RuntimeLimitError
+from exporter.errors import BundleError, MissingPackageError, RuntimeLimitError
 from runtime_ref.programs import mlpackage
 from runtime_ref.programs.mlpackage import load_functions
 
@@ -333,7 +333,7 @@ def test_a_python_without_coremltools_is_told_what_to_install(package: Path, mon
 
     protobuf.messages.cache_clear()
     monkeypatch.setattr(protobuf.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(BundleError, match=r"no coremltools in this Python.*ring-exporter\[coreml\]"):
+    with pytest.raises(MissingPackageError, match=r"no coremltools; .*ring-exporter\[coreml\]"):
         load_functions(package)
     monkeypatch.undo()
     protobuf.messages.cache_clear()

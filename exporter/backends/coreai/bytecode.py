@@ -14,8 +14,6 @@ import numpy as np
 
 from exporter.errors import BundleError
 
-BYTECODE = "main.mlirb"
-"""The file of an asset that holds its program."""
 MAGIC = b"ML\xefR"
 _RESOURCES, _RESOURCE_SIZES = 5, 6
 _BLOB = 0

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from exporter.backends.coreai.bytecode import BYTECODE, StoredBlobs, stored_blobs
+from exporter.backends.coreai.bytecode import StoredBlobs, stored_blobs
 from exporter.backends.coreai.flow import StateFlow, flow_of_function, layer_states
 from exporter.backends.coreai.landing import write_index_is_definition, writes_land_on_their_rows
-from exporter.backends.coreai.program import Argument, Function, read_program
+from exporter.backends.coreai.program import BYTECODE, Argument, Function, read_program
 from exporter.errors import GraphContractError
 from exporter.graph.checks_flow import (
     conv_order,

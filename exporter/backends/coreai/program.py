@@ -7,6 +7,7 @@ numbered; an operation refers to them by number.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Iterator
@@ -20,10 +21,13 @@ import numpy as np
 from exporter.backends.coreai.library import library
 from exporter.errors import BundleError
 
+BYTECODE, HASH = "main.mlirb", "main.hash"
+"""The files of an asset that hold its program and the SHA-256 of that."""
 INLINE_ELEMENTS = 4096
 """Constants up to this size are read into memory; the larger ones are weights, of which only the place is known."""
-_READABLE = frozenset({"i1", "f16", "f32", *(f"{sign}i{bits}" for sign in "su" for bits in (8, 16, 32, 64))})
-"""Element types that a Python buffer can hold: reading any other ends the process (coreai-core 1.0.0b3)."""
+_NUMPY = {"i1": "?", **{f"si{bits}": f"i{bits // 8}" for bits in (8, 16, 32, 64)}}
+_NUMPY |= {f"ui{bits}": f"u{bits // 8}" for bits in (8, 16, 32, 64)} | {"f16": "f2", "f32": "f4"}
+"""Element types that numpy has too: a Python buffer of any other ends the process (coreai-core 1.0.0b3)."""
 _TENSOR = re.compile(r"tensor<((?:(?:\d+|\?)x)*)(\w+)>")
 _RESOURCE = re.compile(r"dense_resource<([^>]+)>")
 
@@ -115,18 +119,35 @@ def read_program(path: Path) -> dict[str, Function]:
         BundleError: no asset is there, or it cannot be read.
     """
     authoring = library("coreai.authoring")
+    _check_hash(path)
     try:
         module = authoring.AIModelAsset.load(path).program._module._mlir_module
     except RuntimeError as error:
-        raise BundleError(
-            f"program {path.name}",
-            got=f"what coreai-core cannot read ({error})",
-            expected="a Core AI asset, a directory that holds main.mlirb",
-            repair="Export the model again.",
-        ) from error
+        raise refusal(path, f"what coreai-core cannot read ({error})") from error
     graphs = [op for op in module.operation.regions[0].blocks[0].operations if op.name == "coreai.graph"]
     functions = (_function(graph) for graph in graphs)
     return {function.name: function for function in functions}
+
+
+def _check_hash(path: Path) -> None:
+    """Compare the bytecode with the hash beside it: coreai-core 1.0.0b3 ends the process over bytes it cannot parse."""
+    try:
+        expected = (path / HASH).read_bytes()
+        with (path / BYTECODE).open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").digest()
+    except OSError as error:
+        raise refusal(path, str(error)) from error
+    if found != expected:
+        raise refusal(path, f"a {BYTECODE} that is not the one {HASH} was made for")
+
+
+def refusal(path: Path, got: str) -> BundleError:
+    return BundleError(
+        f"program {path.name}",
+        got=got,
+        expected=f"a Core AI asset, a directory that holds {BYTECODE} and {HASH}",
+        repair="Export the model again.",
+    )
 
 
 def _function(graph: Any) -> Function:
@@ -172,11 +193,23 @@ def _tensor_type(text: str) -> TensorType | None:
 
 
 def _constant(op: Any) -> tuple[np.ndarray | None, str | None]:
-    attribute = op.attributes["value"]
+    """The value, if it is small, and the name under which the file stores it, if it is not part of the text."""
+    attribute, kind = op.attributes["value"], _tensor_type(str(op.results[0].type))
     stored = _RESOURCE.match(str(attribute)[:200])
-    if stored is not None:
-        return None, stored[1]
-    kind = _tensor_type(str(op.results[0].type))
-    if kind is None or kind.element not in _READABLE or kind.elements > INLINE_ELEMENTS:
-        return None, None
-    return np.array(attribute).reshape([n for n in kind.shape if n is not None]), None
+    resource = None if stored is None else stored[1]
+    if kind is None or kind.element not in _NUMPY or kind.elements > INLINE_ELEMENTS:
+        return None, resource
+    return constant_value(op).reshape([n for n in kind.shape if n is not None]), resource
+
+
+def constant_value(op: Any) -> np.ndarray:
+    """The numbers of a ``coreai.constant``, flat; its element type must be one that numpy has."""
+    values = np.array(op.attributes["value"])
+    if values.dtype != np.object_:
+        return values.reshape(-1)
+    kind = _tensor_type(str(op.results[0].type))  # kept outside the text
+    assert kind is not None and kind.element in _NUMPY, op.results[0].type
+    values = np.empty(kind.elements, dtype=_NUMPY[kind.element])
+    compiler = library("coreai._compiler._mlir_libs._coreaiIR._bindings").compiler
+    compiler.copy_constant_value_to_array(constant_op=op, destination=values.view(np.uint8))
+    return values

@@ -34,7 +34,10 @@ class InPlaceStatePass(ToOutVarPass):
                 graph.erase_node(node)
         output = graph.output_node()
         # An input among the outputs would get fresh storage from the runtime, away from the caller's tensor.
-        output.args = (tuple(node for node in output.args[0] if not _is_state(node)),)
+        kept = [place for place, node in enumerate(output.args[0]) if not _is_state(node)]
+        output.args = (tuple(output.args[0][place] for place in kept),)
+        # Memory is planned for what the node's specs list, whether or not it is still returned.
+        output.meta["spec"] = [output.meta["spec"][place] for place in kept]
         _order_writes(graph)
         while dead := [node for node in reversed(graph.nodes) if _is_dead_buffer(node)]:
             for node in dead:

@@ -34,6 +34,7 @@ def load_functions(path: Path, names: Sequence[str] | None = None) -> dict[str, 
 
     Raises:
         BundleError: no package, a damaged one, or one that holds something the evaluator cannot run.
+        MissingPackageError: coremltools, which brings the format's message classes, is not installed.
     """
     package = open_package(path)
     store = ConstantStore(package)

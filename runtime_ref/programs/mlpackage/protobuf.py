@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-from exporter.errors import BundleError
+from exporter.errors import MissingPackageError
 
 PACKAGE = "_coreml_messages"
 
@@ -24,15 +24,15 @@ def messages() -> ModuleType:
     """The module that defines ``Model``.
 
     Raises:
-        BundleError: coremltools is not installed.
+        MissingPackageError: coremltools is not installed.
     """
     found = importlib.util.find_spec("coremltools")
     if found is None or not found.submodule_search_locations:
-        raise BundleError(
-            "mlpackage",
-            got="no coremltools in this Python",
+        raise MissingPackageError(
+            "format coreml",
+            got="no coremltools",
             expected="coremltools, which brings the message classes of Core ML's format",
-            repair='Install the extra: pip install "ring-exporter[coreml]".',
+            repair="pip install 'ring-exporter[coreml]'.",
         )
     folder = Path(found.submodule_search_locations[0]) / "proto"
     spec = importlib.util.spec_from_file_location(
