@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.pretty import Pretty
 
 from exporter.config import load_config
@@ -178,5 +179,5 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        messages.print(f"[bold red]error:[/] {error}", markup=True, highlight=False, soft_wrap=True)
+        messages.print(f"[bold red]error:[/] {escape(str(error))}", markup=True, highlight=False, soft_wrap=True)
         sys.exit(error.exit_code)

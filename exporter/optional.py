@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 
 from exporter.errors import MissingPackageError
@@ -19,10 +21,26 @@ def optional(module: str, extra: str) -> ModuleType:
         with native_stderr_hidden():
             return importlib.import_module(module)
     except (ImportError, OSError) as error:
-        raise MissingPackageError(
-            f"format {extra}",
-            got=f"no {module} ({error})",
-            expected=f"the packages of the extra `{extra}`, which exist for Linux on x86-64 (glibc 2.34 or newer) and "
-            "for macOS",
-            repair=f"pip install 'ring-exporter[{extra}]', or take {extra} out of `targets`.",
-        ) from error
+        raise _missing(extra, f"no {module} ({error})") from error
+
+
+def require(distributions: Iterable[str], extra: str) -> None:
+    """Refuse, without importing anything, to go on where a distribution of an extra is not installed.
+
+    Raises:
+        MissingPackageError: the first that is not.
+    """
+    for name in distributions:
+        try:
+            version(name)
+        except PackageNotFoundError as error:
+            raise _missing(extra, f"no {name}") from error
+
+
+def _missing(extra: str, got: str) -> MissingPackageError:
+    return MissingPackageError(
+        f"format {extra}",
+        got=got,
+        expected=f"the packages of the extra `{extra}`, which exist for macOS and for Linux on x86-64 with glibc 2.34",
+        repair=f"pip install 'ring-exporter[{extra}]', or take {extra} out of `targets`.",
+    )

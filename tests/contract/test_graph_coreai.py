@@ -12,18 +12,15 @@ from coreai_models import LIMITS, stacked_states
 from tiny_models import one_thread  # noqa: F401
 
 from exporter import programs
+from exporter.backends.coreai.bytecode import stored_blobs
+from exporter.backends.coreai.checks import check_function, weights_stored_once
+from exporter.backends.coreai.convert import convert
+from exporter.backends.coreai.program import read_program
 from exporter.cache import masks, plain
 from exporter.cache.interface import Rows, States
 from exporter.graph import ProgramContract
 from exporter.model.decoder import Decoder
 from exporter.programs import Method, ProgramModule, method_spec, trace
-
-pytest.importorskip("coreai_torch")
-
-from exporter.backends.coreai.bytecode import stored_blobs
-from exporter.backends.coreai.checks import check_function, weights_stored_once
-from exporter.backends.coreai.convert import convert
-from exporter.backends.coreai.program import read_program
 
 SPEC = tiny_models.model(tiny_models.attention(4), tiny_models.attention(4), tiny_models.GLOBAL)
 

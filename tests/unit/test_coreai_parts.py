@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+pytest.importorskip("coreai")
+
 from exporter.backends.coreai.bytecode import stored_blobs
 from exporter.backends.coreai.program import Function, Operation, TensorType
 from exporter.backends.coreai.values import Values

@@ -19,7 +19,7 @@ from exporter.errors import UnsupportedModelError
 
 Weights = Literal["float32", "float16", "int8", "int4"]
 BLOCK = 32
-"""Input channels that share a scale in ``int4``."""
+"""Input channels that share a scale and a zero point in ``int4``."""
 MIN_ELEMENTS = 1024
 """Constants up to this size (norms, biases, tables of the rotary embedding) stay float32."""
 _READERS = frozenset({"coreai.transpose", "coreai.gather_nd", "coreai.decomposable.broadcasting_batch_matmul"})
@@ -28,9 +28,12 @@ _READERS = frozenset({"coreai.transpose", "coreai.gather_nd", "coreai.decomposab
 def store(program: Any, weights: Weights) -> Any:
     """Store the weights of an ``AIProgram`` as asked, in place, and return it.
 
-    ``float16`` rounds each to nearest. ``int8`` is symmetric per output channel and ``int4`` symmetric per `BLOCK`
-    input channels, both by coreai-opt, rounded to nearest with no data. A constant counts as a weight when it has more
-    than `MIN_ELEMENTS` elements and feeds products or a look-up: the embedding and the head too, once when tied.
+    ``float16`` rounds each to nearest. ``int8`` is symmetric per output channel, ``int4`` has a scale and a zero point
+    per `BLOCK` input channels; both are coreai-opt's, rounded to nearest with no data. (Symmetric int4 was nearly
+    twice as far from the float model: a KL divergence of 0.63 nats on Gemma 3 270M, not 0.35.)
+
+    A constant counts as a weight when it has more than `MIN_ELEMENTS` elements and feeds products or a look-up: the
+    embedding and the head too, once when tied.
 
     Raises:
         MissingPackageError: integers are asked for and coreai-opt is not installed.
@@ -40,12 +43,13 @@ def store(program: Any, weights: Weights) -> Any:
         _store_half(program)
     elif weights != "float32":
         tools = library("coreai_opt.coreai_utils")
-        kinds = {"int8": (tools.DType.INT8, "PER_CHANNEL"), "int4": (tools.DType.INT4, "PER_BLOCK")}
-        dtype, granularity = kinds[weights]
+        schemes = library("coreai_opt.coreai_utils.common").QScheme
+        int4 = weights == "int4"
         tools.quantize_weights(
             program,
-            dtype,
-            granularity=tools.CompressionGranularity[granularity],
+            tools.DType.INT4 if int4 else tools.DType.INT8,
+            qscheme=schemes.ASYMMETRIC if int4 else schemes.SYMMETRIC,
+            granularity=tools.CompressionGranularity["PER_BLOCK" if int4 else "PER_CHANNEL"],
             block_size=BLOCK,
             weight_num_threshold=MIN_ELEMENTS,
             in_place=True,
