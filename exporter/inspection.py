@@ -118,10 +118,11 @@ def _inspect_bundle(path: Path, contract: ContractFile | None) -> Inspection:
 
 
 def _exported(recorded: Iterable[CheckResult]) -> list[CheckResult]:
-    """The recorded checks of traced programs; those of the same name of the file were recorded after them."""
+    """The recorded checks of traced programs; those of the same name of the file were recorded after them. The other
+    formats are checked as files only."""
     first: dict[tuple[str, str, str], CheckResult] = {}
     for check in recorded:
-        if check.name in EXPORTED_CHECKS:
+        if check.format == "executorch" and check.name in EXPORTED_CHECKS:
             first.setdefault((check.format, check.name, check.program), check)
     return list(first.values())
 

@@ -19,6 +19,7 @@ from exporter.model.decoder import Decoder, parameter_shapes
 from exporter.programs import Limits
 from exporter.progress import Progress
 from exporter.quantization import quantize
+from exporter.quantization.rounding import round_weights
 from exporter.spec import LAYOUTS, STATE_DTYPES, Comparison, Format, Manifest, StateSpec, state_specs
 from exporter.tokenizer import write_tokenizer
 
@@ -129,15 +130,27 @@ Sessions = tuple[verify.Session, verify.Session]
 
 
 def eager_sessions(manifest: Manifest, decoder: Decoder, source: Source, progress: Progress) -> Sessions:
-    """The eager model as exported, and before quantisation of weights and caches: read again, or the same one when
-    nothing was quantised in eager."""
+    """The eager model with the weights and caches of the program, and the float one it came from: read again, or the
+    same when nothing was quantised.
+
+    A `.pte` is its eager model, roundings of activations and caches included. The other formats reduce weights while
+    they convert: their eager model has the rounded weights, and float32 caches.
+    """
     on_floats = manifest.with_float_caches()
     plain = decoder.with_kernels(PlainKernels())
-    if not (manifest.program.format == "executorch" and manifest.is_quantized):
-        eager = verify.eager_session(on_floats, plain)
-        return eager, eager
-    original = read_decoder(source, on_floats.states, PlainKernels(), progress)
-    return verify.eager_session(manifest, plain), verify.eager_session(on_floats, original)
+    if manifest.program.format == "executorch":
+        eager = verify.eager_session(manifest, plain)
+        if not manifest.is_quantized:
+            return eager, eager
+        original = read_decoder(source, on_floats.states, PlainKernels(), progress)
+        return eager, verify.eager_session(on_floats, original)
+    floating = verify.eager_session(on_floats, plain)
+    if manifest.program.weights in ("float32", "float16"):
+        return floating, floating
+    rounded = read_decoder(source, on_floats.states, PlainKernels(), progress)
+    with progress.step("round weights"):
+        round_weights(rounded, manifest.program.weights)
+    return verify.eager_session(on_floats, rounded), floating
 
 
 def verify_staged(bundle: Bundle, decoder: Decoder, source: Source, progress: Progress) -> list[Comparison]:

@@ -43,8 +43,9 @@ EFFORT: dict[Format, Effort] = {
     "coreai": Effort(700, 32, (1, 512)),
 }
 FLOAT_MAX, FLOAT_MEAN = 1e-2, 1e-3
-DIVERGENCE = {"float32": 1e-3, "float16": 1e-3, "int8": 0.05, "int4": 0.5, "palettized4": 0.5}
-"""The largest mean KL divergence from the float model, by how a Core ML or Core AI program keeps its weights."""
+SLACK, HALF = 0.02, 1e-3
+"""Mean KL divergence, in nats, that is never too much: of a program that rounds from the float model, and of float16
+arithmetic from float32 (measured: 1.2e-5 on Gemma 3 270M)."""
 EAGER, FLOAT, RECORDED = "eager", "float eager", "float eager, as recorded"
 BASELINE, TRANSFORMERS = "(eager against float eager)", "transformers"
 
@@ -274,26 +275,24 @@ def judge(comparisons: Sequence[Comparison], manifest: Manifest, baseline: float
     Float programs: logits within `FLOAT_MAX`, and `FLOAT_MEAN` on average. A quantised program rounds at run time,
     activations or the rows of its caches, and where two implementations round a borderline value apart, all that
     follows differs by as much as rounding itself does. So it is held to the distribution: its mean KL divergence from
-    the float model is at most twice `baseline`, that of its own eager model, plus 0.02. The other formats round weights
-    and states only in the file; there is no eager model that does the same, and their limits are `DIVERGENCE`'s.
+    the float model is at most twice `baseline`, that of its own eager model, plus `SLACK`. In the other formats
+    activations are floats, and the program is held to its eager model as well: at most twice `baseline` (the grids of
+    the converters are not quite ours) plus `HALF` apart.
 
     Raises:
         VerificationError: which comparison failed, and by how much.
     """
     for c in comparisons:
-        if manifest.is_quantized and manifest.program.format != "executorch":
-            limit = DIVERGENCE[manifest.program.weights]
-            bad = not c.mean_kl_divergence <= limit
-            expected = f"mean KL divergence <= {limit:.3g}"
-        elif not manifest.is_quantized:
+        if not manifest.is_quantized:
             bad = not (c.max_abs_difference <= FLOAT_MAX and c.mean_abs_difference <= FLOAT_MEAN)
             expected = f"max |difference| <= {FLOAT_MAX} and mean <= {FLOAT_MEAN}"
-        elif c.reference in {FLOAT, RECORDED} or c.reference.startswith(TRANSFORMERS):
-            limit = 2 * baseline + 0.02
+        else:
+            from_float = c.reference in {FLOAT, RECORDED} or c.reference.startswith(TRANSFORMERS)
+            if not from_float and (c.reference != EAGER or c.format == "executorch"):
+                continue
+            limit = 2 * baseline + (SLACK if from_float else HALF)
             bad = not c.mean_kl_divergence <= limit
             expected = f"mean KL divergence <= {limit:.3g}"
-        else:
-            continue
         if bad:
             raise VerificationError(
                 f"verification against {c.reference}",

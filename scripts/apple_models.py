@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MODEL = "gemma3_270m"
 VARIANTS = [
     *(("coreml", weights) for weights in ("float32", "float16", "int8", "int4", "palettized4")),
-    *(("coreai", weights) for weights in ("float32", "float16", "int4")),
+    *(("coreai", weights) for weights in ("float32", "float16", "int8", "int4")),
 ]
 NAMES = {"coreml": "Core ML", "coreai": "Core AI"}
 

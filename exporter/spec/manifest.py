@@ -166,10 +166,12 @@ class Manifest(Spec):
     files: dict[str, FileEntry]
 
     def of(self, format: Format) -> Manifest:
-        """The same bundle with the program of one format alone; the bundle must have it."""
+        """The same bundle with the program of one format alone, its checks and comparisons; the bundle must have it."""
         own = tuple(program for program in self.programs if program.format == format)
         assert len(own) == 1, f"{len(own)} programs of format {format}"
-        return self.model_copy(update={"programs": own})
+        checks = tuple(check for check in self.graph_checks if check.format == format)
+        comparisons = tuple(comparison for comparison in self.verification if comparison.format == format)
+        return self.model_copy(update={"programs": own, "graph_checks": checks, "verification": comparisons})
 
     @property
     def program(self) -> ProgramSpec:

@@ -14,7 +14,7 @@ from tiny_models import one_thread  # noqa: F401
 
 from exporter.backends.coreml import check_file
 from exporter.backends.coreml.checks import check_package
-from exporter.backends.coreml.package import WEIGHTS, Package
+from exporter.backends.coreml.package import DATA, Package
 from exporter.errors import BundleError, GraphContractError
 from exporter.graph.contract import COREML_CHECKS, ProgramContract
 
@@ -103,6 +103,10 @@ def listed_shapes(f: Function) -> None:
     f.record.input[0].type.multiArrayType.enumeratedShapes.shapes.add().shape.extend([1, 8])
 
 
+def fixed_beside_a_range(f: Function) -> None:
+    f.record.input[0].type.multiArrayType.ClearField("shapeRange")
+
+
 def fixed_length(f: Function) -> None:
     f.proto.inputs[0].type.tensorType.dimensions[1].constant.size = 8
 
@@ -163,6 +167,7 @@ MUTANTS: list[tuple[Mutant, str, set[str]]] = [
     (whole_state, MAIN, {"no_whole_state_copy"}),
     (longer_chunk, PREFILL, {"dynamic_ranges"}),
     (listed_shapes, PREFILL, {"dynamic_ranges"}),
+    (fixed_beside_a_range, MAIN, {"dynamic_ranges"}),
     (fixed_length, PREFILL, {"dynamic_ranges"}),
     (all_logits, PREFILL, {"last_token_logits_only"}),
     (half_positions, PREFILL, {"exact_index_arithmetic"}),
@@ -202,9 +207,18 @@ def test_one_function_in_the_place_of_the_other_has_the_wrong_order(method: str,
     assert (method, check) in failed(package, contracts)
 
 
+def test_inputs_are_all_ranges_and_states_are_fixed() -> None:
+    """Mixed kinds of flexibility beside states are what apple/coremltools#2548 fails on."""
+    package, _ = package_and_contracts()
+    for record in package.descriptions().values():
+        kinds = {one.type.multiArrayType.WhichOneof("ShapeFlexibility") for one in record.input}
+        assert kinds == {"shapeRange"} and len(record.input) == 2
+        assert {one.type.stateType.arrayType.WhichOneof("ShapeFlexibility") for one in record.state} == {None}
+
+
 def test_a_matrix_stored_twice_fails(tmp_path: Path) -> None:
     shutil.copytree(built(NAME)[2], tmp_path / "twice.mlpackage")
-    weights = tmp_path / "twice.mlpackage" / WEIGHTS / "weights" / "weight.bin"
+    weights = tmp_path / "twice.mlpackage" / DATA / "weights" / "weight.bin"
     data = bytearray(weights.read_bytes())
     contracts = package_and_contracts()[1]
     package = Package(tmp_path / "twice.mlpackage")
@@ -237,7 +251,7 @@ def test_other_functions_and_damaged_packages_are_refused(tmp_path: Path) -> Non
     with pytest.raises(BundleError, match=r"no Manifest.json"):
         Package(tmp_path)
     shutil.copytree(built(NAME)[2], tmp_path / "cut.mlpackage")
-    weights = tmp_path / "cut.mlpackage" / WEIGHTS / "weights" / "weight.bin"
+    weights = tmp_path / "cut.mlpackage" / DATA / "weights" / "weight.bin"
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(BundleError, match="got 1000 bytes of weights"):
         check_file(tmp_path / "cut.mlpackage", contracts)

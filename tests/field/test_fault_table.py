@@ -17,7 +17,7 @@ ROWS = {
     for line in TEXT.splitlines()
     if (cells := [cell.strip() for cell in line.strip("|").split("|")])[0].isdigit()
 }
-LATER = {48}
+LATER: set[int] = set()
 
 
 def functions(path: str) -> set[str]:

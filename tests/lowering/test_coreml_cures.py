@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from coreml_programs import LIMITS, coreml_decoder
-from tiny_models import CONV, GLOBAL, SLIDING, attention, model, one_thread  # noqa: F401
+from tiny_models import CONV, GLOBAL, MOE, SLIDING, attention, model, one_thread  # noqa: F401
 from torch.export import ExportedProgram
 
 from exporter.backends.coreml import convert, cures
@@ -23,6 +23,7 @@ SPECS = {
     "attention": model(SLIDING, GLOBAL),
     "convolution": model(CONV),
     "softcap": model(attention(None, logit_softcap=2.0)),
+    "experts": model(GLOBAL, feed_forward=MOE),
 }
 
 
@@ -72,8 +73,8 @@ def test_every_cure_has_its_test() -> None:
 
 
 CURED = {
-    "mod", "floordiv", "div", "where.scalarother", "slice", "state_as_stored", "erase_assertions", "drop_copies",
-    "read_states_as_stored", "round_numbers", "common::guard_negative_gather_indices",
+    "mod", "floordiv", "div", "clamp", "where.scalarother", "slice", "state_as_stored", "erase_assertions",
+    "drop_copies", "read_states_as_stored", "round_numbers", "common::guard_negative_gather_indices",
 }  # fmt: skip
 
 
@@ -124,6 +125,13 @@ def test_a_quotient_of_halves_is_float32_and_all_behind_it(without: Callable[[st
     without("div")
     with pytest.raises(AssertionError, match=r"the converter changed types: .*linear"):
         converted("softcap", "main")
+
+
+def test_a_clamp_with_one_bound_is_float32_and_all_behind_it(without: Callable[[str], None]) -> None:
+    assert dtypes(cured("experts", "main"), "linear") == {"fp16": 4 + 1 + 3 * 4 + 1}
+    without("clamp")
+    with pytest.raises(AssertionError, match=r"the converter changed types: .*linear"):
+        converted("experts", "main")
 
 
 def test_a_number_makes_attention_float32(without: Callable[[str], None]) -> None:

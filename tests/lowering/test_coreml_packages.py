@@ -17,7 +17,6 @@ from tiny_models import SPECS, call, one_thread, states_of, token_ids  # noqa: F
 
 from exporter.backends.coreml import build, describe, kernels
 from exporter.backends.coreml import program as program_module
-from exporter.backends.coreml.palettes import ENTRIES, ROWS_PER_PALETTE, palettize
 from exporter.backends.coreml.precision import FLOAT32, SHIPPED, in_precision
 from exporter.cache.plain import PlainKernels
 from exporter.checkpoint import open_checkpoint
@@ -25,6 +24,7 @@ from exporter.errors import ConfigError
 from exporter.model.decoder import Decoder, parameter_shapes
 from exporter.progress import Progress
 from exporter.quantization.grids import int4_per_group, int8_per_row
+from exporter.quantization.palettes import ENTRIES, ROWS_PER_PALETTE, palettize
 from exporter.spec import CachePolicy, CoreMLOptions, state_specs
 from runtime_ref.programs.mlpackage.program import MLPackageProgram
 

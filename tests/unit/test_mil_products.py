@@ -71,6 +71,9 @@ def test_a_wide_weight_gives_the_result_of_the_half_it_stands_for() -> None:
         call("matmul", x=x, y=weight.astype(np.float32), transpose_y=True),
         call("matmul", x=x, y=weight, transpose_y=True),
     )
+    # On the left, too: the other argument says that the result is a half.
+    left = call("matmul", x=weight.astype(np.float32), y=x[0], transpose_y=True)
+    same(left, call("matmul", x=weight, y=x[0], transpose_y=True))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -110,20 +110,22 @@ def no_whole_state_copy(function: Function, contract: ProgramContract) -> CheckR
 
 
 def dynamic_ranges(package: Package, function: Function, contract: ProgramContract) -> CheckResult:
-    """Every dynamic axis has the declared range, as a range; no input lists shapes."""
+    """Every dynamic axis has the declared range, as a range; beside it no input lists shapes or is fixed, which Core ML
+    takes for a list of one."""
     problems, shown = [], []
     records = {record.name: record.type.multiArrayType for record in package.descriptions()[function.name].input}
     declared = contract.interface.inputs[:2]
     if set(records) != {tensor.name for tensor in declared}:
         problems.append(f"the inputs are {', '.join(records)}")
+    ranged = any(record.WhichOneof("ShapeFlexibility") == "shapeRange" for record in records.values())
     for tensor in declared:
         want = [contract.range_of(n) for n in tensor.shape]
         record, typed = records.get(tensor.name), function.inputs.get(tensor.name)
         if record is None or typed is None:
             continue
         kind = record.WhichOneof("ShapeFlexibility")
-        if kind == "enumeratedShapes":
-            problems.append(f"{tensor.name} lists shapes")
+        if kind != "shapeRange" and (ranged or kind is not None):
+            problems.append(f"{tensor.name} {'lists shapes' if kind else 'is fixed beside a range'}")
             continue
         bounds = [(one.lowerBound, one.upperBound) for one in record.shapeRange.sizeRanges]
         got = bounds or [(n, n) for n in record.shape]

@@ -18,14 +18,12 @@ from coremltools.converters.mil.mil import Program, types
 from coremltools.converters.mil.mil.scope import ScopeInfo
 
 from exporter.backends.coreml.convert import memory_of
-from exporter.backends.coreml.palettes import palettize
 from exporter.quantization.grids import int4_per_group, int8_per_row
+from exporter.quantization.palettes import palettize
+from exporter.quantization.rounding import BLOCK, LEAST_SIZE
 
 COMPRESSED = frozenset({"int8", "int4", "palettized4"})
 """The options of `CoreMLOptions` that are made here."""
-BLOCK = 32
-LEAST_SIZE = 1024
-"""Smaller matrices stay as they are: what is saved is not worth an operator."""
 _MATRICES = {("linear", "weight"), ("gather", "x")}
 
 Emit = Callable[..., Any]

@@ -20,6 +20,7 @@ from coremltools.converters.mil.mil import Program, types
 from torch.export import ExportedProgram
 
 from exporter.backends.coreml import cures
+from exporter.backends.coreml.package import DATA
 from exporter.programs import Method
 
 TARGET = ct.target.iOS18
@@ -119,3 +120,21 @@ def save(program: Program, path: Path) -> None:
             skip_model_load=True,
         )
         model.save(str(path))
+    describe_as_ranges(path)
+
+
+def describe_as_ranges(path: Path) -> None:
+    """Describe a fixed input beside dynamic ones as a range of one length.
+
+    Core ML takes a fixed input for a list of one shape, and in a model with states refuses lists beside ranges
+    (apple/coremltools#2548: "A model doesn't allow a mixture of enumerated and range shape flexibility").
+    """
+    spec = ct.utils.load_spec(str(path))
+    for function in spec.description.functions:
+        arrays = [one.type.multiArrayType for one in function.input]
+        if any(array.WhichOneof("ShapeFlexibility") == "shapeRange" for array in arrays):
+            for array in arrays:
+                if array.WhichOneof("ShapeFlexibility") is None:
+                    for size in array.shape:
+                        array.shapeRange.sizeRanges.add(lowerBound=size, upperBound=size)
+    (path / DATA / "model.mlmodel").write_bytes(spec.SerializeToString())

@@ -59,6 +59,19 @@ def _quotient(context: Any, node: Any, original: Any) -> None:
         original(context, node)
 
 
+def _one_sided_clamp(context: Any, node: Any, original: Any) -> None:
+    bounds = [*_get_inputs(context, node, expected=[1, 2, 3])[1:], None, None][:2]
+    if (bounds[0] is None) == (bounds[1] is None):
+        original(context, node)
+        return
+    x = context[node.inputs[0]]
+    lowest, highest = bounds
+    clamped = (
+        mb.minimum(x=x, y=highest, name=node.name) if lowest is None else mb.maximum(x=x, y=lowest, name=node.name)
+    )
+    context.add(clamped)
+
+
 def _where_or_zero(context: Any, node: Any, original: Any) -> None:
     visible, x, other = _get_inputs(context, node, expected=3)
     assert other.val == 0, f"{node.name} selects {other.val}"
@@ -98,6 +111,11 @@ TRANSLATIONS = (
         "div",
         "a quotient of float16 numbers is computed in float32, and so is all that follows, weights included",
         _quotient,
+    ),
+    Translation(
+        "clamp",
+        "a clamp with one bound takes float32's extreme for the other, and so is float32 with all that follows",
+        _one_sided_clamp,
     ),
     Translation(
         "where.scalarother",

@@ -16,7 +16,7 @@ import numpy as np
 
 from exporter.errors import BundleError
 
-WEIGHTS = Path("Data") / "com.apple.CoreML"
+DATA = Path("Data") / "com.apple.CoreML"
 _BLOB_HEADER = struct.Struct("<IIQQ")  # sentinel, dtype, bytes, offset of the data
 _BLOB_SENTINEL = 0xDEADBEEF
 DTYPES = {
@@ -100,7 +100,7 @@ class Package:
     @cached_property
     def weights(self) -> np.memmap:
         """The weights file, read as bytes when they are asked for."""
-        file = self.path / WEIGHTS / "weights" / "weight.bin"
+        file = self.path / DATA / "weights" / "weight.bin"
         if not file.is_file():
             raise self.error("no weights file", str(file.relative_to(self.path)))
         return np.memmap(file, dtype=np.uint8, mode="r")

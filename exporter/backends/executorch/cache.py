@@ -53,7 +53,7 @@ class Int8Rows(storage.Int8Rows):
     and a product, which the partitioner has been seen to put into one delegate with the encoding of a row, perhaps the
     very row that must be written before this read. The kernel makes a float copy of every row the caller allocated, in
     memory planned for the longest context. ``llama::custom_quantized_sdpa`` needs none, but it wants the queries in
-    int8 too, which adds 0.6 times the error of rounding keys and values (docs/int8-cache.md).
+    int8 too (docs/int8-cache.md).
     """
 
     def dequantize(self, integers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
