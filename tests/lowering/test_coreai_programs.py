@@ -52,7 +52,7 @@ def worst(pair: Pair, pieces: Sequence[int] = PIECES) -> float:
 @pytest.mark.parametrize(
     ("name", "slack"),
     [
-        ("window 1", 3), ("own heads for each kind", 0), ("sinks and experts", 0), ("softcap", 5),
+        ("window 1", 3), ("own heads for each kind", 0), ("sinks and experts", 0),
         ("convolutions", 0),
     ],
 )  # fmt: skip
