@@ -1,6 +1,6 @@
-"""4-bit palettes by one-dimensional k-means.
+"""4-bit palettes by one-dimensional k-means, one for every row.
 
-Letters: N rows, K columns, R rows that share a palette, G = N / R palettes, E entries of a palette.
+Letters: N rows, K columns, E entries of a palette.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 
 ENTRIES = 16
-ROWS_PER_PALETTE = 16
 STEPS = 8
 QUANTILES = 0.7
 """Of the start; the rest is equal spacing. Quantiles alone starve the tails: thrice the steps, and worse after them."""
@@ -16,25 +15,24 @@ ELEMENTS_AT_A_TIME = 2**21
 
 
 def palettize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[N, K]`` to indices uint8 ``[N, K]`` in 0 .. 15 and palettes float32 ``[G, E]`` in ascending order.
+    """``[N, K]`` to indices uint8 ``[N, K]`` in 0 .. 15 and palettes float32 ``[N, E]`` in ascending order, each value
+    one that float16 has.
 
-    Each `ROWS_PER_PALETTE` rows share a palette, all rows if N is no multiple of that. An entry that loses all its
-    weights stays where it is.
+    A palette for every row: shared by 16 rows, whose weights differ in size, it costs Gemma 3 270M twice the divergence
+    (docs/coreml.md). An entry that loses all its weights stays where it is.
     """
     rows, columns = weight.shape
-    shared = ROWS_PER_PALETTE if rows % ROWS_PER_PALETTE == 0 else rows
-    groups = weight.reshape(rows // shared, shared * columns)
-    indices = torch.empty(groups.shape, dtype=torch.uint8)
-    palettes = torch.empty(groups.shape[0], ENTRIES)
-    step = max(1, ELEMENTS_AT_A_TIME // groups.shape[1])
-    for start in range(0, groups.shape[0], step):
+    indices = torch.empty(weight.shape, dtype=torch.uint8)
+    palettes = torch.empty(rows, ENTRIES)
+    step = max(1, ELEMENTS_AT_A_TIME // columns)
+    for start in range(0, rows, step):
         part = slice(start, start + step)
-        palettes[part], indices[part] = _cluster(groups[part].float())
-    return indices.reshape(weight.shape), palettes
+        palettes[part], indices[part] = _cluster(weight[part].float())
+    return indices, palettes
 
 
 def _cluster(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lloyd's iteration on every row of ``[G, R * K]`` by itself: palettes ``[G, E]`` and indices."""
+    """Lloyd's iteration on every row of ``[N, K]`` by itself: palettes ``[N, E]`` and indices ``[N, K]``."""
     sample = values[:, :: max(1, values.shape[1] // 4096)].sort(1).values
     parts = (torch.arange(ENTRIES) + 0.5) / ENTRIES
     quantiles = sample[:, (parts * sample.shape[1]).long()]
@@ -52,5 +50,5 @@ def _cluster(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _nearest(values: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
-    """int64 ``[G, R * K]``: between two neighbours in ascending order, the middle decides."""
+    """int64 ``[N, K]``: between two neighbours in ascending order, the middle decides."""
     return torch.searchsorted((centres[:, 1:] + centres[:, :-1]) / 2, values)

@@ -36,8 +36,7 @@ def reduced(weight: torch.Tensor, weights: str) -> torch.Tensor:
     rows, columns = weight.shape
     if weights == "palettized4":
         indices, palettes = palettize(weight)
-        groups = indices.reshape(palettes.shape[0], -1).long()
-        return palettes.gather(1, groups).reshape(rows, columns)
+        return palettes.gather(1, indices.long())
     if weights == "int4" and columns % BLOCK == 0:
         integers, scales = grids.int4_per_group(weight, BLOCK)
         return (integers.view(rows, -1, BLOCK) * scales[..., None]).reshape(rows, columns)

@@ -3,7 +3,7 @@
 Every matrix is compressed once, however many functions and operators read it, and stands in each function behind the
 ``constexpr_`` operator that expands it; a tied embedding and head stay one matrix.
 
-Letters: N output channels (rows), K input channels, B = K / 32 blocks of a row, G palettes, E entries of a palette.
+Letters: N output channels (rows), K input channels, E entries of a palette.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def compress(program: Program, weights: str) -> int:
     """Replace the matrices of every function of `program`; returns how many different ones there were.
 
     `int8` is symmetric per row, `int4` symmetric per block of 32 columns (rows of other lengths become int8),
-    `palettized4` 16 values for every 16 rows.
+    `palettized4` 16 values for every row.
     """
     assert weights in COMPRESSED, f"{weights} is made elsewhere"
     known: dict[tuple[Any, ...], Emit] = {}
