@@ -31,8 +31,8 @@ TOP = 64
 class Effort(NamedTuple):
     """What the full form runs: tokens of text, greedy tokens, the chunk lengths the text goes through in.
 
-    The last `tail` tokens of the text go one by one whatever the chunk, and their NLL is taken; 0 takes that of the whole
-    text from chunks of 1.
+    The last `tail` tokens of the text go one by one whatever the chunk, and their NLL is taken; 0 takes that of the
+    whole text from chunks of 1.
     """
 
     tokens: int
