@@ -126,7 +126,8 @@ def inspect(
         for description in inspected.descriptions:
             for table in tables.description_tables(description):
                 output.print(table)
-        output.print(tables.checks_table(inspected.checks))
+        if inspected.checks:
+            output.print(tables.checks_table(inspected.checks))
     else:
         output.print(tables.bundle_table(inspected.manifest))
         output.print(tables.layers_table(inspected.manifest.model))

@@ -147,8 +147,9 @@ of up to 512 tokens.
 `eager` is the float32 decoder over the same calls (chunks of 1 to 512 tokens; float32 caches). `transformers` reads the
 same GGUF in float32: {effort.tokens} tokens of English from Python's own documentation, in chunks (1: every token
 through `main`), then {effort.greedy} greedy tokens of the reference, one by one. Differences are of logits; KL is that
-of the program's next-token distribution from the reference's, NLL the mean over the text, beside its difference from
-the reference's.
+of the program's next-token distribution from the reference's, NLL the mean over the text (Core AI, whose interpreter
+takes over a second for a token: over the last {v.EFFORT["coreai"].tail} tokens, which go one by one), beside its
+difference from the reference's.
 
 {table(("format", "weights", "against", "positions", "max", "mean", "KL", "argmax", "greedy", "NLL"), parity)}
 
