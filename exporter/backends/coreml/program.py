@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 from exporter.backends import Built, Step
 from exporter.backends.coreml.cache import CoremlKernels
 from exporter.cache.interface import CacheKernels
-from exporter.errors import ConfigError
 from exporter.graph.contract import ProgramContract, refuse_failed
 from exporter.model.decoder import Decoder
 from exporter.programs import METHODS, Limits, Method, method_spec
@@ -24,24 +22,8 @@ def kernels() -> CacheKernels:
     return CoremlKernels()
 
 
-def require_coremltools() -> None:
-    """Refuse to go on without the converter.
-
-    Raises:
-        ConfigError: coremltools is not installed.
-    """
-    if importlib.util.find_spec("coremltools") is None:
-        raise ConfigError(
-            "target coreml",
-            got="no coremltools",
-            expected="coremltools 9.0",
-            repair="Install it: pip install 'ring-exporter[coreml]'.",
-        )
-
-
 def build(decoder: Decoder, limits: Limits, options: CoreMLOptions, directory: Path, step: Step) -> Built:
     """See `Backend.build`; `decoder` is left as it is."""
-    require_coremltools()
     from exporter.backends.coreml import convert, cures
     from exporter.backends.coreml.checks import check_file
     from exporter.backends.coreml.compress import COMPRESSED, compress
