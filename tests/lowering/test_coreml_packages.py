@@ -5,8 +5,9 @@ Letters: N output channels, K input channels.
 
 from __future__ import annotations
 
+import importlib
 import math
-from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,13 @@ from coreml_programs import CHUNK, CONTEXT, LIMITS, Weights, built, coreml_decod
 from tiny_checkpoints import CONFIGS, at, tiny_model
 from tiny_models import SPECS, call, one_thread, states_of, token_ids  # noqa: F401
 
+from exporter import optional
+from exporter.backends import coreml
 from exporter.backends.coreml import build, describe, kernels
-from exporter.backends.coreml import program as program_module
 from exporter.backends.coreml.precision import FLOAT32, SHIPPED, in_precision
 from exporter.cache.plain import PlainKernels
 from exporter.checkpoint import open_checkpoint
-from exporter.errors import ConfigError
+from exporter.errors import MissingPackageError
 from exporter.model.decoder import Decoder, parameter_shapes
 from exporter.progress import Progress
 from exporter.quantization.grids import int4_per_group, int8_per_row
@@ -178,13 +180,13 @@ def test_a_palette_is_a_fixed_point_of_k_means() -> None:
     assert palettes.shape == (3, ENTRIES) and torch.equal(palettes.gather(1, indices.long()), few)
 
 
-def test_the_missing_converter_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    find: Callable[[str], object] = program_module.importlib.util.find_spec
-    monkeypatch.setattr(
-        program_module.importlib.util, "find_spec", lambda name: None if name == "coremltools" else find(name)
-    )
-    with pytest.raises(ConfigError, match=r"pip install 'ring-exporter\[coreml\]'"):
-        build(coreml_decoder(SPECS["gemma"]), LIMITS, CoreMLOptions(), tmp_path, Progress.silent().step)
+def test_the_missing_converter_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(optional, "version", absent)
+    with pytest.raises(MissingPackageError, match=r"no coremltools; .*pip install 'ring-exporter\[coreml\]'"):
+        importlib.reload(coreml)
 
 
 def test_positions_beyond_float16_turn_exactly() -> None:

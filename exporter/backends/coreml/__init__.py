@@ -1,7 +1,7 @@
 """Core ML: one package (`.mlpackage`) with the functions `prefill` and `main` over states declared in it.
 
-Importing it without the packages of the extra ``coreml`` raises MissingPackageError; modules that import coremltools,
-which takes seconds, are imported when they are used.
+Importing it without coremltools raises MissingPackageError: whoever asks for this back end is to hear of it before any
+work is done. coremltools itself, which takes seconds to load, is imported when it is used.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ def check_file(path: Path, contracts: Sequence[ProgramContract]) -> list[CheckRe
 
 def describe(path: Path) -> FileDescription:
     """See `SelfDescribing.describe`."""
-    # The submodule of this name would take this function's place in the package.
     from exporter.backends.coreml.description import describe_package
 
     return describe_package(path)
