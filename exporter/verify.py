@@ -45,7 +45,7 @@ class Effort(NamedTuple):
 EFFORT: dict[Format, Effort] = {
     "executorch": Effort(1500, 64, (1, 7, 64, 128, 512)),
     "coreml": Effort(700, 32, (1, 512)),
-    "coreai": Effort(700, 32, (61, 512), tail=64),
+    "coreai": Effort(700, 32, (512,), tail=64),
 }
 FLOAT_MAX, FLOAT_MEAN = 1e-2, 1e-3
 SLACK, HALF = 0.02, 1e-3
