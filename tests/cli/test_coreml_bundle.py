@@ -60,6 +60,16 @@ def test_inspect_shows_the_bundle_and_the_package_alone(bundle: Path) -> None:
         assert shown in text, shown
 
 
+def test_a_package_holds_what_its_manifest_lists_and_inspecting_writes_nothing(bundle: Path) -> None:
+    package = bundle / "model.mlpackage"
+    files = {file.relative_to(package).as_posix(): file.stat().st_mtime_ns for file in package.rglob("*.*")}
+    assert files.keys() - {"Data/com.apple.CoreML"} == {
+        "Manifest.json", "Data/com.apple.CoreML/model.mlmodel", "Data/com.apple.CoreML/weights/weight.bin"
+    }  # fmt: skip
+    assert inspect(str(package))[0] == 0
+    assert {file: (package / file).stat().st_mtime_ns for file in files} == files
+
+
 def test_a_contract_holds_for_the_package_alone(bundle: Path, tmp_path: Path) -> None:
     ring = {"kind": "ring", "rows": WINDOW, "row_shape": [2, 16]}
     program = {

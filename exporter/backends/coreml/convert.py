@@ -20,7 +20,7 @@ from coremltools.converters.mil.mil import Program, types
 from torch.export import ExportedProgram
 
 from exporter.backends.coreml import cures
-from exporter.backends.coreml.package import DATA
+from exporter.backends.coreml.package import DATA, read_spec
 from exporter.programs import Method
 
 TARGET = ct.target.iOS18
@@ -120,6 +120,8 @@ def save(program: Program, path: Path) -> None:
             skip_model_load=True,
         )
         model.save(str(path))
+    for stray in path.glob("*_mapping.json"):  # of coremltools' own debugging; no part of the package
+        stray.unlink()
     describe_as_ranges(path)
 
 
@@ -129,7 +131,7 @@ def describe_as_ranges(path: Path) -> None:
     Core ML takes a fixed input for a list of one shape, and in a model with states refuses lists beside ranges
     (apple/coremltools#2548: "A model doesn't allow a mixture of enumerated and range shape flexibility").
     """
-    spec = ct.utils.load_spec(str(path))
+    spec = read_spec(path)
     for function in spec.description.functions:
         arrays = [one.type.multiArrayType for one in function.input]
         if any(array.WhichOneof("ShapeFlexibility") == "shapeRange" for array in arrays):

@@ -74,6 +74,15 @@ class Function:
     types: dict[str, Typed] = field(default_factory=dict)
 
 
+def read_spec(path: Path) -> Any:
+    """The model specification of the package at `path`. coremltools' own reader writes Manifest.json anew."""
+    from coremltools.proto import Model_pb2
+
+    spec = Model_pb2.Model()
+    spec.ParseFromString((path / DATA / "model.mlmodel").read_bytes())
+    return spec
+
+
 class Package:
     """The package at `path`.
 
@@ -82,13 +91,11 @@ class Package:
     """
 
     def __init__(self, path: Path) -> None:
-        import coremltools as ct
-
         self.path = path
         if not (path / "Manifest.json").is_file():
             raise self.error("no Manifest.json in it", "a Core ML package")
         try:
-            self.spec: Any = ct.utils.load_spec(str(path))
+            self.spec: Any = read_spec(path)
         except Exception as error:  # of the protocol buffers, whose classes are not public
             raise self.error(str(error), "a readable model specification") from error
         if self.spec.WhichOneof("Type") != "mlProgram":
