@@ -15,7 +15,7 @@ from exporter.graph import ProgramContract, check_lowered, read_pte, runtime_reg
 from exporter.graph.contract import EXPORTED_CHECKS
 from exporter.graph.contract_file import ContractFile, ProgramForm
 from exporter.programs import METHODS, Limits, interface
-from exporter.spec import CheckResult, Format, Manifest, ProgramSpec
+from exporter.spec import IDS_DTYPES, CheckResult, Format, Manifest, ProgramSpec
 
 
 @dataclass(frozen=True)
@@ -120,10 +120,10 @@ def _inspect_bundle(path: Path, contract: ContractFile | None) -> Inspection:
 def _exported(recorded: Iterable[CheckResult]) -> list[CheckResult]:
     """The recorded checks of traced programs; those of the same name of the file were recorded after them. The other
     formats are checked as files only."""
-    first: dict[tuple[str, str, str], CheckResult] = {}
+    first: dict[tuple[str, str], CheckResult] = {}
     for check in recorded:
         if check.format == "executorch" and check.name in EXPORTED_CHECKS:
-            first.setdefault((check.format, check.name, check.program), check)
+            first.setdefault((check.name, check.program), check)
     return list(first.values())
 
 
@@ -136,10 +136,8 @@ def _contracts(program: ProgramSpec, contract: ContractFile | None) -> list[Prog
 def _contracts_of_form(form: ProgramForm, format: Format) -> list[ProgramContract]:
     limits = Limits(max_context_length=form.max_context_length, max_prefill_chunk=form.max_prefill_chunk)
     states = form.states(format)
-    ids_dtype = "int64" if format == "executorch" else "int32"
-    return [
-        ProgramContract(name, interface(states, form.vocab_size, name, limits, ids_dtype), states) for name in METHODS
-    ]
+    dtype = IDS_DTYPES[format]
+    return [ProgramContract(name, interface(states, form.vocab_size, name, limits, dtype), states) for name in METHODS]
 
 
 def _inspect_pte(path: Path, contract: ContractFile | None) -> Inspection:

@@ -5,13 +5,12 @@ Every measurement runs in a process of its own, so that its peak memory is its o
 
 from __future__ import annotations
 
-import datetime
 import json
 from pathlib import Path
 from typing import Any
 
 import typer
-from measuring import cost_of, in_process, machine, table
+from measuring import cost_of, measure, table
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "gemma3_270m"
@@ -93,15 +92,9 @@ def main(
     results: dict[str, Any] = json.loads(out.read_text()) if keep and out.exists() else {"rows": {}}
     for name in variants.split(","):
         target, weights = name.split("/")
-        row = results["rows"].setdefault(name, {})
         bundle = bundles / f"{MODEL}_{target}_{weights}"
-        for work in (export, describe, decode, verify):
-            if keep and work.__name__ in row and bundle.exists():
-                continue
-            print(f"{name}: {work.__name__}", flush=True)
-            row[work.__name__] = in_process(work, target, weights, bundle)
-            results |= {"machine": machine(), "date": datetime.date.today().isoformat()}
-            out.write_text(json.dumps(results, indent=1) + "\n")
+        works = (export, describe, decode, verify)
+        measure(results, name, works, (target, weights), bundle, out=out, keep=keep)
     out.with_suffix(".md").write_text(markdown(results))
 
 

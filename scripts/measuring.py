@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import json
 import multiprocessing
 import os
 import platform
@@ -56,6 +58,22 @@ def machine() -> str:
     cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     return f"{os.cpu_count()} threads of {cpu}, {memory:.0f} GiB, Python {platform.python_version()}"
+
+
+def measure(
+    results: dict[str, Any], name: str, works: Sequence[Callable[..., dict[str, Any]]], arguments: Sequence[Any],
+    bundle: Path, *, out: Path, keep: bool,
+) -> None:  # fmt: skip
+    """Fill row `name` of `results`, each of `works` under its own name, and write `out` after each; `keep` leaves what
+    the row has where `bundle`, their last argument, is there already."""
+    row = results["rows"].setdefault(name, {})
+    for work in works:
+        if keep and work.__name__ in row and bundle.exists():
+            continue
+        print(f"{name}: {work.__name__}", flush=True)
+        row[work.__name__] = in_process(work, *arguments, bundle)
+        results |= {"machine": machine(), "date": datetime.date.today().isoformat()}
+        out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -5,14 +5,13 @@ Every measurement runs in a process of its own, so that its peak memory is its o
 
 from __future__ import annotations
 
-import datetime
 import json
 import time
 from pathlib import Path
 from typing import Any
 
 import typer
-from measuring import cost_of, in_process, machine, resident_bytes, table
+from measuring import cost_of, measure, resident_bytes, table
 
 from exporter.quiet import native_stderr_hidden
 
@@ -94,15 +93,9 @@ def main(
     for model in models.split(","):
         for variant in variants.split(","):
             name = f"{model}/{variant}"
-            row = results["rows"].setdefault(name, {})
             bundle = bundles / f"{model}_{variant}".replace(" ", "_")
-            for work in (export, verify, long_context):
-                if keep and work.__name__ in row and bundle.exists():
-                    continue
-                print(f"{name}: {work.__name__}", flush=True)
-                row[work.__name__] = in_process(work, model, variant, bundle)
-                results |= {"machine": machine(), "date": datetime.date.today().isoformat()}
-                out.write_text(json.dumps(results, indent=1) + "\n")
+            works = (export, verify, long_context)
+            measure(results, name, works, (model, variant), bundle, out=out, keep=keep)
     out.with_suffix(".md").write_text(markdown(results))
 
 

@@ -84,5 +84,5 @@ def backend(format: Format) -> Backend:
 
 def self_describing(format: Literal["coreml", "coreai"]) -> SelfDescribing:
     """The package of one of the formats that are."""
-    module: Any = importlib.import_module(f"exporter.backends.{format}")
+    module: Any = backend(format)
     return module

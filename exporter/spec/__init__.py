@@ -9,6 +9,7 @@ D head_dim.
 
 from exporter.spec.base import DTYPE_BYTES, DType, Spec
 from exporter.spec.manifest import (
+    IDS_DTYPES,
     LAYOUTS,
     MANIFEST_VERSION,
     STATE_DTYPES,
@@ -51,6 +52,7 @@ from exporter.spec.states import (
 
 __all__ = [
     "DTYPE_BYTES",
+    "IDS_DTYPES",
     "LAYOUTS",
     "MANIFEST_VERSION",
     "SCALES",

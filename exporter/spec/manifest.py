@@ -55,6 +55,8 @@ class MethodSpec(Spec):
 
 Format = Literal["executorch", "coreml", "coreai"]
 LAYOUTS: dict[Format, Layout] = {"executorch": "per_layer", "coreml": "static", "coreai": "stacked"}
+IDS_DTYPES: dict[Format, str] = {"executorch": "int64", "coreml": "int32", "coreai": "int32"}
+"""The dtype of `input_ids` and `position_ids`."""
 STATE_DTYPES: dict[Format, DType] = {"coreml": "float16"}
 """The formats whose states have one dtype whatever the cache policy says."""
 

@@ -23,12 +23,12 @@ from exporter.graph.fx_flow import flow_of
 from exporter.graph.provenance import Trace
 from exporter.model.decoder import Decoder
 from exporter.programs import METHODS, Limits, Method, method_spec, trace
-from exporter.spec import CheckResult, CoreAIOptions, ProgramSpec
+from exporter.spec import IDS_DTYPES, CheckResult, CoreAIOptions, ProgramSpec
 
 PROGRAM_FILE = "model.aimodel"
 METADATA_FILE = "metadata.json"
 VERSIONS = ("coreai-core", "coreai-torch", "coreai-opt")
-IDS_DTYPE = "int32"
+IDS_DTYPE = IDS_DTYPES["coreai"]
 STATE_KINDS = {"full": "kv_cache", "ring": "sliding_cache", "conv": "fixed"}
 """What Apple's metadata calls a state. A ``fixed`` one turns off going back to a shorter conversation."""
 

@@ -10,7 +10,7 @@ from exporter.cache.interface import CacheKernels
 from exporter.graph.contract import ProgramContract, refuse_failed
 from exporter.model.decoder import Decoder
 from exporter.programs import METHODS, Limits, Method, method_spec
-from exporter.spec import CoreMLOptions, MethodSpec, ProgramSpec
+from exporter.spec import IDS_DTYPES, CoreMLOptions, MethodSpec, ProgramSpec
 
 PROGRAM_FILE = "model.mlpackage"
 VERSIONS = ("coremltools",)
@@ -70,4 +70,4 @@ def build(decoder: Decoder, limits: Limits, options: CoreMLOptions, directory: P
 
 def interface_of(decoder: Decoder, method: Method, limits: Limits) -> MethodSpec:
     """The interface of a method; Core ML has no int64 input."""
-    return method_spec(decoder, method, limits, "int32")
+    return method_spec(decoder, method, limits, IDS_DTYPES["coreml"])
