@@ -16,6 +16,7 @@ import torch
 from torch.export import Dim, ExportedProgram
 
 from exporter.errors import GraphContractError
+from exporter.index_arithmetic import merge_index_arithmetic
 from exporter.model.decoder import Decoder
 from exporter.spec import MethodSpec, StateSpec, TensorSpec
 
@@ -103,13 +104,15 @@ def trace(decoder: Decoder, method: Method, limits: Limits, ids_dtype: str = "in
         arguments.append(torch.zeros(shape, dtype=getattr(torch, tensor.dtype)))
         dynamic.append({axis: dims[n] for axis, n in enumerate(tensor.shape) if n in dims})
     with torch.no_grad():
-        return torch.export.export(
+        program = torch.export.export(
             ProgramModule(decoder, method).eval(),
             tuple(arguments),
             dynamic_shapes=(dynamic[0], dynamic[1], tuple(dynamic[2:])),
             strict=False,
             prefer_deferred_runtime_asserts_over_guards=True,
         )
+    merge_index_arithmetic(program)
+    return program
 
 
 def dims_high(spec: MethodSpec, name: str) -> int:

@@ -45,7 +45,13 @@ class RingCache(KVCache, Protocol):
     window: int
 
     def fetch_and_concat(self, chunk: States, offset: int) -> Rows:
-        """Read the ring as it stands and append the chunk: ``[B, C + Q, K, D]`` each; nothing is written."""
+        """The rows of the ring as it stands and those of the chunk, ``[B, T, K, D]`` each; nothing is written.
+
+        `concat_mask` knows their order; slots that were never written may be left out."""
+        ...
+
+    def concat_mask(self, offset: int, query_len: int) -> torch.Tensor:
+        """Which of those rows each query of the chunk sees, bool ``[Q, T]``."""
         ...
 
     def written(self, rows: Rows, count: int) -> Rows:

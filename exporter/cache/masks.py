@@ -43,6 +43,23 @@ def concat_window_causal_mask(offset: int, query_len: int, capacity: int, window
     return window_visible(query_pos, key_pos, window)
 
 
+def chunk_first_window_causal_mask(offset: int, query_len: int, capacity: int, window: int) -> torch.Tensor:
+    """bool ``[Q, Q + min(offset, C)]``, True where visible: the chunk, then those slots of the ring that held a token
+    *before* the chunk. They are the first ones: a ring fills up in order."""
+    query_pos = torch.arange(query_len) + offset
+    key_pos = torch.cat([query_pos, ring_positions(offset, capacity)])
+    return window_visible(query_pos, key_pos.narrow(0, 0, query_len + held_slots(offset, capacity)), window)
+
+
+def held_slots(offset: int, capacity: int) -> int:
+    """``min(offset, C)``: how many slots of a ring hold a token after `offset` tokens.
+
+    A symbolic minimum, whose bound C is what memory is planned by. A length of its own it must not become, because
+    torch.export tells lengths of 0 and 1 from all others; it is a summand of one.
+    """
+    return torch.sym_min(offset, capacity)
+
+
 def ring_window_causal_mask(seq_len: int, capacity: int, window: int) -> torch.Tensor:
     """bool ``[1, C]``, True where visible: the ring *after* the newest token (position S - 1) was written."""
     newest = torch.arange(1) + (seq_len - 1)

@@ -42,6 +42,9 @@ class RingKVCache(_Cache):
         keys, values = self.storage.decode(chunk)
         return torch.cat([held[0], keys], 1), torch.cat([held[1], values], 1)
 
+    def concat_mask(self, offset: int, query_len: int) -> torch.Tensor:
+        return masks.concat_window_causal_mask(offset, query_len, self.capacity, self.window)
+
     def update(self, chunk: States, offset: int) -> None:
         """Slot j takes the newest token congruent to j: from the chunk if it is there, else what the ring held."""
         query_len = chunk[0].shape[1]

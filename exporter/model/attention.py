@@ -42,9 +42,11 @@ class Attention(torch.nn.Module):
         `window` is the layer's window as the state was planned (never more than the context).
         """
         query_len = hidden.shape[1]
-        query = self.q_proj(hidden).view(1, query_len, -1, self.spec.head_dim)
-        keys = self.k_proj(hidden).view(1, query_len, -1, self.spec.head_dim)
-        values = self.v_proj(hidden).view(1, query_len, -1, self.spec.head_dim)
+        heads, kv_heads, head_dim = self.spec.num_attention_heads, self.spec.num_key_value_heads, self.spec.head_dim
+        # The one length a view leaves open is the dynamic one: XNNPACK takes no symbolic sizes.
+        query = self.q_proj(hidden).view(1, -1, heads, head_dim)
+        keys = self.k_proj(hidden).view(1, -1, kv_heads, head_dim)
+        values = self.v_proj(hidden).view(1, -1, kv_heads, head_dim)
         if self.spec.qk_norm:
             query, keys = self.q_norm(query), self.k_norm(keys)
         if rotary is not None:
@@ -59,7 +61,7 @@ class Attention(torch.nn.Module):
             chunk, capacity = ring.encode(keys, values), states[0].shape[1]
             if not write_first:
                 rows = ring.fetch_and_concat(chunk, offset)
-                visible = masks.concat_window_causal_mask(offset, query_len, capacity, window)
+                visible = ring.concat_mask(offset, query_len)
                 attended = self.kernels.attend_masked(query, *rows, visible, extras)
                 ring.update(chunk, offset)
             elif capacity == window:  # softmax does not mind the order of slots: no mask
@@ -69,4 +71,4 @@ class Attention(torch.nn.Module):
                 rows = ring.update_and_fetch(chunk, offset)
                 visible = masks.ring_window_causal_mask(offset + 1, capacity, window)
                 attended = self.kernels.attend_masked(query, *ring.written(rows, offset + 1), visible, extras)
-        return self.o_proj(attended.reshape(1, query_len, -1))
+        return self.o_proj(attended.reshape(1, -1, heads * head_dim))

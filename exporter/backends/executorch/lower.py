@@ -17,6 +17,7 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassResult
 
+from exporter.backends.executorch.means import means_as_products
 from exporter.backends.executorch.share import share_equal_bytes
 from exporter.programs import Method
 
@@ -104,7 +105,11 @@ def _is_dead_buffer(node: Node) -> bool:
 
 
 def lower(programs: Mapping[Method, ExportedProgram]) -> bytes:
-    """The bytes of a `.pte` with one method for each program, linear algebra delegated to XNNPACK."""
+    """The bytes of a `.pte` with one method for each program, linear algebra delegated to XNNPACK.
+
+    `programs` are changed on the way."""
+    for program in programs.values():
+        means_as_products(program)
     edge = to_edge_transform_and_lower(
         dict(programs),
         partitioner={name: [XnnpackPartitioner()] for name in programs},
