@@ -10,6 +10,8 @@ from torch import Tensor
 from exporter.errors import BundleError
 from exporter.quiet import native_stderr_hidden
 from runtime_ref.programs import check_call
+from runtime_ref.programs.file_pages import release_file_pages
+from runtime_ref.programs.xnnpack import pack_weights_once
 
 
 class PteProgram:
@@ -28,11 +30,14 @@ class PteProgram:
             from executorch.runtime import Runtime, Verification
 
             portable_lib._threadpool_get_thread_count()  # the first use of the pool looks the processor up
+        pack_weights_once()
 
         try:
             # The bundle's checksum covers the whole file, so the runtime need not verify it again.
             self._program = Runtime.get().load_program(path, verification=Verification.Minimal)
+            release_file_pages(path)
             self._methods = {name: self._program.load_method(name) for name in ("prefill", "main")}
+            release_file_pages(path)
         except (RuntimeError, KeyError) as error:
             raise BundleError(
                 f"program {path.name}",
