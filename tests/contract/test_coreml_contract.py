@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from coreml_programs import built, contracts_of
 from tiny_models import one_thread  # noqa: F401
@@ -216,7 +217,8 @@ def test_inputs_are_all_ranges_and_states_are_fixed() -> None:
         assert {one.type.stateType.arrayType.WhichOneof("ShapeFlexibility") for one in record.state} == {None}
 
 
-def test_a_matrix_stored_twice_fails(tmp_path: Path) -> None:
+@pytest.mark.parametrize("order", [1, -1], ids=["as it is", "in another order"])
+def test_a_matrix_stored_twice_fails(order: int, tmp_path: Path) -> None:
     shutil.copytree(built(NAME)[2], tmp_path / "twice.mlpackage")
     weights = tmp_path / "twice.mlpackage" / DATA / "weights" / "weight.bin"
     data = bytearray(weights.read_bytes())
@@ -230,7 +232,8 @@ def test_a_matrix_stored_twice_fails(tmp_path: Path) -> None:
     start, end = value.offset, len(data)
     header = bytearray(data[start : start + 64])
     header[16:24] = (end + 64).to_bytes(8, "little")
-    weights.write_bytes(data + header + data[blob.offset : blob.offset + blob.size])
+    matrix = np.frombuffer(data[blob.offset : blob.offset + blob.size], np.float16)
+    weights.write_bytes(data + header + matrix[::order].tobytes())
     value.offset = end
     package.__dict__.pop("weights")
     assert failed(package, contracts) == {("main+prefill", "weights_stored_once")}
