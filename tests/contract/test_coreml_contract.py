@@ -253,11 +253,30 @@ def test_other_functions_and_damaged_packages_are_refused(tmp_path: Path) -> Non
         check_package(package, contracts[:1])
     with pytest.raises(BundleError, match=r"no Manifest.json"):
         Package(tmp_path)
+    with pytest.raises(BundleError, match=r"got no such directory"):
+        Package(tmp_path / "missing.mlpackage")
     shutil.copytree(built(NAME)[2], tmp_path / "cut.mlpackage")
     weights = tmp_path / "cut.mlpackage" / DATA / "weights" / "weight.bin"
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(BundleError, match="got 1000 bytes of weights"):
         check_file(tmp_path / "cut.mlpackage", contracts)
+
+
+@pytest.mark.parametrize(
+    ("manifest", "got"),
+    [
+        ("{}", "names no model"),
+        ("not JSON", "names no model"),
+        ('{"rootModelIdentifier": "a", "itemInfoEntries": {"a": {"path": "com.apple.CoreML/other.mlmodel"}}}',
+         r"whose model is com\.apple\.CoreML/other\.mlmodel"),
+    ],
+)  # fmt: skip
+def test_a_manifest_that_leads_elsewhere_is_refused(manifest: str, got: str, tmp_path: Path) -> None:
+    """Core ML goes by the manifest: what it would not find is not to be called a package."""
+    shutil.copytree(built(NAME)[2], tmp_path / "odd.mlpackage")
+    (tmp_path / "odd.mlpackage" / "Manifest.json").write_text(manifest)
+    with pytest.raises(BundleError, match=got):
+        Package(tmp_path / "odd.mlpackage")
 
 
 def test_every_check_stands_in_the_docs_with_its_mutants() -> None:
