@@ -96,7 +96,8 @@ def bench_model(
     row |= {"reference_nll": reference["nll"], "scored": SCORE[1]}
     row["missing"] = {name: reason for name, reason in reasons.items() if reason is not None}
     ready = {peer.name: peer.longest for peer in PEERS if reasons[peer.name] is None and peer.name in chosen}
-    done = {(run["round"], run["index"], run["name"]) for run in row.setdefault("runs", []) if run["result"]}
+    row["runs"] = [run for run in row.get("runs", []) if run["result"]]  # what failed is tried again
+    done = {(run["round"], run["index"], run["name"]) for run in row["runs"]}
     variables = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     for slot in schedule(list(bundles), ready, list(lengths), rounds):
         if (slot.round, slot.index, slot.name) in done:

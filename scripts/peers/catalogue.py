@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+HERE = Path(__file__).resolve().parent
 MODELS = {"gemma3_270m": "Gemma 3 270M", "smollm2_135m": "SmolLM2 135M Instruct"}
 LENGTHS = {"gemma3_270m": (128, 512, 2048, 8192, 32000), "smollm2_135m": (128, 512, 2048, 8000)}
 """Tokens in the cache; SmolLM2's context is 8192, and the decoded tokens must fit too."""
@@ -51,6 +52,12 @@ def _openvino(programs: Path, checkpoint: Path, out: Path) -> list[str]:
     return [str(programs / "optimum-cli"), "export", "openvino", "--model", str(checkpoint), *task, str(out)]
 
 
+def _onnxruntime(programs: Path, checkpoint: Path, out: Path) -> list[str]:
+    precision = ["-p", "int4", "-e", "cpu", "-c", str(out.parent / "cache")]
+    script = HERE / "convert_onnxruntime.py"
+    return [str(programs / "python"), str(script), "-i", str(checkpoint), "-o", str(out), *precision]
+
+
 PEERS = (
     Peer(
         "openvino",
@@ -74,4 +81,23 @@ PEERS = (
         ("llama-cpp-python==0.3.36", "numpy==2.4.6"),
         variables={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"},
     ),
+    Peer(
+        "onnxruntime",
+        "onnxruntime-genai int4",
+        (
+            "torch==2.13.0",
+            "transformers==5.24.0",
+            "onnx==1.23.2",
+            "onnx-ir==1.1.0",
+            "onnxruntime==1.32.0",
+            "onnxruntime-genai==0.18.0",
+        ),
+        convert=_onnxruntime,
+    ),
 )
+
+UNMEASURED = {
+    "optimum-executorch 8da4w": "no worker here yet; its conversion takes about eight minutes of CPU a model",
+    "LiteRT int8": "no worker here yet; litert-torch 0.10.0 does not start without tensorflow, which it does not declare",
+}
+"""What a user might pick too: title -> why no run of it is made."""

@@ -33,7 +33,7 @@ def run(command: Sequence[str], log: Path, variables: Mapping[str, str]) -> None
             command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **variables}, check=False
         )
     if done.returncode:
-        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [line[:300] for line in log.read_text(errors="replace").splitlines() if line.strip()]
         raise StepError(f"exit code {done.returncode}; the end of {log.name}:\n    " + "\n    ".join(lines[-8:]))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import bench_peers
 import pytest
 import torch
-from peers.catalogue import PEERS, Peer
+from peers.catalogue import PEERS, UNMEASURED, Peer
 from peers.protocol import DECODED, mean_nll
 from peers.report import markdown
 from peers.schedule import above_bare, at, key, long_peak, median, ratio, schedule
@@ -84,7 +84,7 @@ def test_the_page_names_ratios_quality_and_what_is_missing() -> None:
     assert set(ratios.split(" | ")[2:6]) == {"2.00"}
     assert "| 2.5100 | +0.0100 |" in page and "a machine" in page
     assert "llama.cpp, the GGUF itself failed: exit code 1: no memory" in page
-    assert "install.py" in page
+    assert "install.py" in page and all(title in page for title in UNMEASURED)
     assert "| int8 | 2048 | 2.0 | 100 | 100% |" in page
 
 
@@ -135,6 +135,17 @@ def test_a_worker_reports_medians_alone_on_standard_output(worker: list[str]) ->
     assert found["decode"]["128"] == pytest.approx(1 / 0.015) and DECODED % 2 == 0
     assert found["nll"] == 1000.0
     assert 0 < found["bare_bytes"] <= found["peak_bytes"]
+
+
+def test_what_libraries_print_is_kept_off_standard_output(worker: list[str], tmp_path: Path) -> None:
+    request = {"ids": list(range(200)), "threads": 1, "lengths": [128], "repeats": 1, "score": None}
+    (tmp_path / "request.json").write_text(json.dumps(request))
+    done = subprocess.run(
+        [*worker, str(tmp_path / "request.json")], env={"PYTHONPATH": str(WORKERS)}, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    assert json.loads(done.stdout)["nll"] is None
+    assert "a library that prints" in done.stderr
 
 
 def test_a_worker_that_fails_is_named_by_its_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
