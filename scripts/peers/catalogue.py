@@ -98,6 +98,6 @@ PEERS = (
 
 UNMEASURED = {
     "optimum-executorch 8da4w": "no worker here yet; its conversion takes about eight minutes of CPU a model",
-    "LiteRT int8": "no worker here yet; litert-torch 0.10.0 does not start without tensorflow, which it does not declare",
+    "LiteRT int8": "no worker here yet; litert-torch 0.10.0 needs tensorflow, which it does not declare",
 }
 """What a user might pick too: title -> why no run of it is made."""

@@ -25,5 +25,5 @@ def load_with_old_names(*arguments: Any, **named: Any) -> Any:
 
 
 if __name__ == "__main__":
-    AutoConfig.from_pretrained = load_with_old_names
+    AutoConfig.from_pretrained = load_with_old_names  # type: ignore[method-assign]
     runpy.run_module("onnxruntime_genai.models.builder", run_name="__main__", alter_sys=True)
