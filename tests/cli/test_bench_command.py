@@ -1,7 +1,7 @@
 """``runtime_ref bench`` on a bundle: what it says is what a stopwatch and the files say."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -78,6 +78,14 @@ def test_an_untied_head_does_not_read_its_embedding(llama_bundle: Path) -> None:
     model = bundle.manifest.model
     expected = (llama_bundle / "model.pte").stat().st_size - 4 * model.vocab_size * model.hidden_size
     assert token_bytes(bundle) == expected
+
+
+def test_a_package_of_several_files_is_measured_whole(exported: Callable[..., Path], tiny_checkpoint: Path) -> None:
+    directory = exported(tiny_checkpoint, "bench_coreml", targets=["coreml"])
+    found = bench(read_bundle(directory), [5, 6, 7], threads=1, prefills=[20], contexts=[20], scoring=False)
+    files = [file for file in (directory / "model.mlpackage").rglob("*") if file.is_file()]
+    assert len(files) > 1 and found.program_bytes == sum(file.stat().st_size for file in files)
+    assert (found.format, found.weights, found.nll) == ("coreml", "float16", None)
 
 
 def test_by_default_the_usual_lengths_that_fit(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
