@@ -93,6 +93,7 @@ PEERS = (
             "onnxruntime-genai==0.18.0",
         ),
         convert=_onnxruntime,
+        longest=4096,  # it keeps logits of the whole prompt: a megabyte a token for Gemma
     ),
 )
 
