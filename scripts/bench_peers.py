@@ -25,7 +25,7 @@ from exporter.machine import machine
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKERS = ROOT / "scripts" / "peers"
-TIMEOUT = 900
+TIMEOUT = 1200
 SCORE = (512, 1000)
 NAMES = [peer.name for peer in PEERS]
 

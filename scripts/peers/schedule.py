@@ -29,7 +29,7 @@ def schedule(
     """Ours and a peer by turns, so that a machine that slows down or speeds up does so for both.
 
     Presets of ours take turns too, and every round begins with another of them. Ours is measured over the lengths
-    that the peer beside it can take, and scored once.
+    that the peer beside it can take; contexts beyond `SHORT` and the likelihood are measured once of everybody.
 
     Args:
         presets: names of ours, at least one.
@@ -37,9 +37,13 @@ def schedule(
     """
     slots: list[Slot] = []
     scored: set[str] = set()
+    stretched: set[str] = set()
 
     def add(number: int, ours: bool, name: str, longest: int | None) -> None:
-        own = tuple(n for n in lengths if (longest is None or n < longest) and (number == 0 or n <= SHORT))
+        far = number == 0 and name not in stretched
+        own = tuple(n for n in lengths if (longest is None or n < longest) and (far or n <= SHORT))
+        if max(own, default=0) > SHORT:
+            stretched.add(name)
         slots.append(Slot(number, len([s for s in slots if s.round == number]), ours, name, own, name not in scored))
         scored.add(name)
 
