@@ -11,7 +11,10 @@ from typing import Any
 
 import torch
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+from executorch.backends.xnnpack.xnnpack_preprocess import XnnpackBackend
 from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
+from executorch.exir.backend.compile_spec_schema import CompileSpec
+from executorch.exir.backend.partitioner import DelegationSpec
 from executorch.exir.passes import MemoryPlanningPass, ToOutVarPass
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
@@ -110,9 +113,11 @@ def lower(programs: Mapping[Method, ExportedProgram]) -> bytes:
     `programs` are changed on the way."""
     for program in programs.values():
         means_as_products(program)
+    partitioner = XnnpackPartitioner()
+    partitioner.delegation_spec = DelegationSpec(XnnpackBackend.__name__, [CompileSpec("dqlinear_partitioner", b"")])
     edge = to_edge_transform_and_lower(
         dict(programs),
-        partitioner={name: [XnnpackPartitioner()] for name in programs},
+        partitioner={name: [partitioner] for name in programs},
         compile_config=EdgeCompileConfig(_check_ir_validity=False),
     )
     config = ExecutorchBackendConfig(
