@@ -11,16 +11,14 @@ from typing import Any
 
 import torch
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
-from executorch.backends.xnnpack.xnnpack_preprocess import XnnpackBackend
 from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
-from executorch.exir.backend.compile_spec_schema import CompileSpec
-from executorch.exir.backend.partitioner import DelegationSpec
 from executorch.exir.passes import MemoryPlanningPass, ToOutVarPass
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassResult
 
 from exporter.backends.executorch.means import means_as_products
+from exporter.backends.executorch.passes import needed_passes_only
 from exporter.backends.executorch.share import share_equal_bytes
 from exporter.programs import Method
 
@@ -113,13 +111,12 @@ def lower(programs: Mapping[Method, ExportedProgram]) -> bytes:
     `programs` are changed on the way."""
     for program in programs.values():
         means_as_products(program)
-    partitioner = XnnpackPartitioner()
-    partitioner.delegation_spec = DelegationSpec(XnnpackBackend.__name__, [CompileSpec("dqlinear_partitioner", b"")])
-    edge = to_edge_transform_and_lower(
-        dict(programs),
-        partitioner={name: [partitioner] for name in programs},
-        compile_config=EdgeCompileConfig(_check_ir_validity=False),
-    )
+    with needed_passes_only():
+        edge = to_edge_transform_and_lower(
+            dict(programs),
+            partitioner={name: [XnnpackPartitioner()] for name in programs},
+            compile_config=EdgeCompileConfig(_check_ir_validity=False),
+        )
     config = ExecutorchBackendConfig(
         to_out_var_pass=InPlaceStatePass(),
         memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False),
