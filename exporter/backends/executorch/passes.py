@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 from executorch.backends.xnnpack import _passes as own
@@ -39,7 +40,7 @@ class NeededPasses(own.XNNPACKPassManager):
     def __init__(self, exported_program: ExportedProgram, passes: list[Callable[..., object]] | None = None) -> None:
         super().__init__(exported_program, passes)
         names = {str(node.target) for node in exported_program.graph.nodes if node.op == "call_function"}
-        self.passes = [one for one in self.passes if is_needed(one.__name__, names)]
+        self.passes: list[Any] = [one for one in self.passes if is_needed(one.__name__, names)]
         nodes = exported_program.graph.nodes
         if not any("custom" in node.meta for node in nodes):
             self.passes = [one for one in self.passes if one.__name__ != "PropagateCustomMetaPass"]
