@@ -27,10 +27,9 @@ COREML_CHECKS = (
 )  # fmt: skip
 """The names of the checks of a Core ML package; docs/coreml.md says what each proves."""
 
-# Measured with XNNPACK in ExecuTorch 1.5.1, prefill and main: Gemma 3 270M 48% and 87%, SmolLM2 135M 73% and 89%; the
-# tests' tiny Gemma 51% and 82%, in int8 53% and 82%, in int4 54% and 83%, tiny Llama 67% and 81%; the tiny Gemma with
-# slack in its rings, whose decode takes masks, 60% in main.
-MIN_DELEGATED_SHARE = {"prefill": 0.45, "main": 0.55}
+# Measured with XNNPACK in ExecuTorch 1.5.1, prefill and main: Gemma 3 270M in int8 89% and 95%; the tests' tiny Gemma
+# over int8 caches with slack in its rings, which has the least of the tests' models, 70% and 74%.
+MIN_DELEGATED_SHARE = {"prefill": 0.65, "main": 0.65}
 """The floor, by method, under which a lowering is refused: it no longer delegates what it did."""
 # An int8 cache rounds and decodes outside delegates: measured on the tests' tiny Gemma, 49% and 74%.
 INT8_CACHE_SHARE = 0.1

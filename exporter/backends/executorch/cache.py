@@ -26,8 +26,9 @@ class RingKVCache(plain.RingKVCache):
     def fetch_and_concat(self, chunk: States, offset: int) -> Rows:
         """The chunk, then those slots alone that hold a token: a prompt's first chunk attends to nothing else."""
         rows = chunk[0].shape[1] + masks.held_slots(offset, self.capacity)
-        parts = (torch.cat(pair, 1).narrow(1, 0, rows) for pair in zip(chunk, self.states, strict=True))
-        return self.storage.decode(tuple(parts))
+        whole = self.storage.decode(tuple(torch.cat(pair, 1) for pair in zip(chunk, self.states, strict=True)))
+        keys, values = (part.narrow(1, 0, rows) for part in whole)
+        return keys, values
 
     def concat_mask(self, offset: int, query_len: int) -> torch.Tensor:
         return masks.chunk_first_window_causal_mask(offset, query_len, self.capacity, self.window)
@@ -117,7 +118,11 @@ class ExecutorchKernels(plain.PlainKernels):
     ) -> torch.Tensor:
         if not extras.plain_softmax:
             return super().attend_masked(query, keys, values, visible, extras)
-        return batched_attention(query, keys, values, masks.additive(visible, query.dtype), extras.scale)
+        mask = masks.additive(visible, query.dtype)
+        if query.shape[1] > 1:
+            return batched_attention(query, keys, values, mask, extras.scale)
+        # One query: a delegate that attended and encoded int8 rows would depend on itself through the decoding kernel.
+        return torch.ops.llama.custom_sdpa(query, keys, values, 0, mask, 0.0, False, extras.scale)
 
     def attend_causal(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, offset: int, extras: Extras
