@@ -146,15 +146,15 @@ def test_describe_reads_the_file_alone(tiny_gemma: tuple[Decoder, Built, Path]) 
     assert description.file_bytes < 4 * matrices + 90_000  # the instructions of two functions
 
 
-def rounded(weight: torch.Tensor, weights: str) -> torch.Tensor:
+def rounded(weight: torch.Tensor, grid: str) -> torch.Tensor:
     """What the file stands for, from the definition: int8 covers -max..max of a row, int4 min..max of 32 channels.
 
     coreai-opt 0.3.0 adds 1e-6 to the range.
     """
-    if weights == "float16":
+    if grid == "float16":
         return weight.half().float()
-    if weights == "int8":
-        scale = (2 * weight.abs().amax(-1, keepdim=True) + 1e-6) / 254
+    if grid == "int8":
+        scale = weight.abs().amax(-1, keepdim=True) / 127
         return (weight / scale).round().clamp(-127, 127) * scale
     blocks = weight.view(weight.shape[0], -1, 32)
     low, high = blocks.amin(-1, keepdim=True).clamp(max=0), blocks.amax(-1, keepdim=True).clamp(min=0)
@@ -163,23 +163,46 @@ def rounded(weight: torch.Tensor, weights: str) -> torch.Tensor:
     return ((((blocks / scale).round() + zero).clamp(-8, 7) - zero) * scale).view_as(weight)
 
 
-@pytest.mark.parametrize(("weights", "bits"), [("float16", 16), ("int8", 8), ("int4", 4)])
-def test_reduced_weights_are_the_rounding_they_say(weights: str, bits: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("weights", "keep_int8", "tied"),
+    [("float16", (), True), ("int8", (), False), ("int4", (), True), ("int4", ("embed", "v_proj", "down_proj"), True)],
+)
+def test_reduced_weights_are_the_rounding_they_say(
+    weights: str, keep_int8: tuple[str, ...], tied: bool, tmp_path: Path
+) -> None:
     """Stored once and small, embedding and head too; run, they are a model whose matrices were rounded here."""
-    spec = tiny_models.model(tiny_models.SLIDING)
+    spec = tiny_models.model(tiny_models.SLIDING, tie_word_embeddings=tied)
     decoder, expected = stacked(spec), stacked(spec)
+    elements = {"float16": 0, "int8": 0, "int4": 0}
     with torch.no_grad():
-        for parameter in expected.parameters():
+        for name, parameter in expected.named_parameters():
             if parameter.ndim > 1:
-                parameter.copy_(rounded(parameter, weights))
-    pair = Pair(expected, build_into(decoder, tmp_path, weights), tmp_path)
-    assert worst(pair, (1, 20, 1, 5)) < CLOSE
-    matrices = sum(p.numel() for p in decoder.parameters() if p.ndim > 1)
+                grid = "int8" if any(part in name for part in keep_int8) else weights
+                parameter.copy_(rounded(parameter, grid))
+                elements[grid] += parameter.numel()
+    built = build_into(decoder, tmp_path, weights, keep_int8=keep_int8)
+    assert (built.program.weights, built.program.keep_int8) == (weights, keep_int8)
+    assert worst(Pair(expected, built, tmp_path), (1, 20, 1, 5)) < CLOSE
     stored = describe(tmp_path / "model.aimodel").weight_bytes
-    zero_points = matrices // 64 if weights == "int4" else 0
-    assert 0 <= stored[weights] - matrices * bits // 8 <= zero_points
-    scales = {"float16": 0, "int8": 97, "int4": matrices // 32}[weights]  # short ones stand in the program's text
-    assert stored.get("float32", 0) <= 4 * scales
+    assert stored.get("float16", 0) == 2 * elements["float16"] and stored.get("int8", 0) == elements["int8"]
+    assert 0 <= stored.get("int4", 0) - elements["int4"] // 2 <= elements["int4"] // 64  # and zero points
+    rows = sum(p.shape[0] for p in decoder.parameters() if p.ndim > 1)
+    scales = 0 if weights == "float16" else rows + elements["int4"] // 32
+    assert stored.get("float32", 0) <= 4 * scales  # short ones stand in the program's text
+
+
+def test_a_block_of_equal_weights_is_stored_as_one_number_and_read_back_as_all(tmp_path: Path) -> None:
+    """Codes, scales and zero points may each be constant, and four bits of them no byte."""
+    decoder = stacked(tiny_models.model(tiny_models.SLIDING))
+    with torch.no_grad():
+        decoder.layers[0].mixer.o_proj.weight.fill_(0.25)  # type: ignore[index]
+        decoder.layers[0].mixer.q_proj.weight.zero_()  # type: ignore[index]
+    expected = stacked(tiny_models.model(tiny_models.SLIDING))
+    with torch.no_grad():
+        for parameter, own in zip(expected.parameters(), decoder.parameters(), strict=True):
+            parameter.copy_(rounded(own, "int4") if own.ndim > 1 else own)
+    built = build_into(decoder, tmp_path, "int4", keep_int8=())
+    assert worst(Pair(expected, built, tmp_path), (1, 9, 1)) < CLOSE
 
 
 def test_chunks_go_through_prefill_and_single_tokens_through_main(tiny_gemma: tuple[Decoder, Built, Path]) -> None:

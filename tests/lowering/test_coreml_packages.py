@@ -58,7 +58,7 @@ def largest_difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> 
     return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
 
 
-def rounded(decoder: Decoder, weights: Weights) -> Decoder:
+def rounded(decoder: Decoder, weights: Weights, keep_int8: tuple[str, ...] = ()) -> Decoder:
     """The float32 model over PlainKernels with its matrices replaced by what a package of `weights` stands for."""
     twin = coreml_decoder(decoder.spec, slack=decoder.states[0].rows - (decoder.states[0].window or 0))
     twin = twin.with_kernels(PlainKernels())
@@ -67,7 +67,8 @@ def rounded(decoder: Decoder, weights: Weights) -> Decoder:
             if "norm" in name:
                 continue
             half = parameter.half().float()
-            if parameter.dim() == 2 and weights == "int8":
+            kept = weights in {"int4", "palettized4"} and any(part in name for part in keep_int8)
+            if parameter.dim() == 2 and (weights == "int8" or kept):
                 integers, scales = int8_per_row(half)
                 half = integers * scales.half().float()[:, None]
             elif parameter.dim() == 2 and weights == "int4":
@@ -87,6 +88,26 @@ def test_a_compressed_package_computes_with_the_weights_it_stands_for(weights: W
     ours = play(MLPackageProgram(path, result.program), decoder, SPLITS)
     assert largest_difference(ours, play_eager(rounded(decoder, weights), SPLITS)) < bound
     assert largest_difference(ours, play_eager(rounded(decoder, "float16"), SPLITS)) > 3 * bound
+
+
+KEPT = ("lm_head", "layers.0.mixer", "down_proj")
+
+
+@pytest.mark.parametrize("weights", ["int4", "palettized4"])
+def test_the_matrices_that_keep_eight_bits_are_known_in_the_program(weights: Weights) -> None:
+    """By other names than the parameters of the rounded model: its tied head is called after the embedding."""
+    decoder, result, path = built("gemma", weights, keep_int8=KEPT)
+    ours = play(MLPackageProgram(path, result.program), decoder, SPLITS)
+    parts = ("embed_tokens", *KEPT[1:])
+    assert largest_difference(ours, play_eager(rounded(decoder, weights, parts), SPLITS)) < 1e-2
+    assert largest_difference(ours, play_eager(rounded(decoder, weights), SPLITS)) > 3e-2
+    assert result.program.keep_int8 == KEPT
+    matrices = {name: p for name, p in decoder.named_parameters() if p.dim() == 2}
+    eight = sum(p.numel() for name, p in matrices.items() if any(part in name for part in parts))
+    found = describe(path).weight_bytes
+    assert 0 < eight == found["int8"]
+    four = sum(p.numel() for p in matrices.values()) - eight
+    assert four // 2 <= found["uint4" if weights == "palettized4" else "int4"] <= four // 2 + 2048
 
 
 def test_a_ring_with_slack_needs_no_zeroing() -> None:

@@ -23,6 +23,7 @@ from exporter.graph.fx_flow import flow_of
 from exporter.graph.provenance import Trace
 from exporter.model.decoder import Decoder
 from exporter.programs import METHODS, Limits, Method, method_spec, trace
+from exporter.quantization.matrices import Storage, grids_of
 from exporter.spec import IDS_DTYPES, CheckResult, CoreAIOptions, ProgramSpec
 
 PROGRAM_FILE = "model.aimodel"
@@ -49,11 +50,12 @@ def build(decoder: Decoder, limits: Limits, options: CoreAIOptions, directory: P
         method: ProgramContract(method, method_spec(decoder, method, limits, IDS_DTYPE), decoder.states)
         for method in METHODS
     }
+    grids = grids_of(decoder, Storage("coreai", options.weights, options.keep_int8))
     with step("trace for Core AI"):
         programs = {method: trace(decoder, method, limits, IDS_DTYPE) for method in METHODS}
         checks = check_traced(programs, contracts)
     with step("convert to Core AI") as detail, contextlib.redirect_stdout(io.StringIO()):
-        program = convert(programs, {method: own.interface for method, own in contracts.items()}, options.weights)
+        program = convert(programs, {method: own.interface for method, own in contracts.items()}, grids)
         program.save_asset(directory / PROGRAM_FILE)
         del program, programs
         size = sum(file.stat().st_size for file in (directory / PROGRAM_FILE).iterdir())
@@ -67,6 +69,7 @@ def build(decoder: Decoder, limits: Limits, options: CoreAIOptions, directory: P
         format="coreai",
         file=PROGRAM_FILE,
         weights=options.weights,
+        keep_int8=options.keep_int8,
         states=decoder.states,
         methods={method: own.interface for method, own in contracts.items()},
         runtime=f"coreai-core-{version('coreai-core')}-interpreter",

@@ -10,6 +10,7 @@ from exporter.cache.interface import CacheKernels
 from exporter.graph.contract import ProgramContract, refuse_failed
 from exporter.model.decoder import Decoder
 from exporter.programs import METHODS, Limits, Method, method_spec
+from exporter.quantization.matrices import Storage, grids_of
 from exporter.spec import IDS_DTYPES, CoreMLOptions, MethodSpec, ProgramSpec
 
 PROGRAM_FILE = "model.mlpackage"
@@ -26,13 +27,14 @@ def build(decoder: Decoder, limits: Limits, options: CoreMLOptions, directory: P
     """See `Backend.build`; `decoder` is left as it is."""
     from exporter.backends.coreml import convert, cures
     from exporter.backends.coreml.checks import check_file
-    from exporter.backends.coreml.compress import COMPRESSED, compress
+    from exporter.backends.coreml.compress import compress
     from exporter.backends.coreml.description import describe_package
     from exporter.backends.coreml.precision import FLOAT32, SHIPPED, in_precision
     from exporter.backends.coreml.stateful import trace_stateful
 
     path = directory / PROGRAM_FILE
     interfaces: dict[str, MethodSpec] = {method: interface_of(decoder, method, limits) for method in METHODS}
+    grids = grids_of(decoder, Storage("coreml", options.weights, options.keep_int8))
     rounded = in_precision(decoder, FLOAT32 if options.weights == "float32" else SHIPPED)
     functions = {}
     for method in METHODS:
@@ -42,9 +44,9 @@ def build(decoder: Decoder, limits: Limits, options: CoreMLOptions, directory: P
             functions[method] = convert.to_mil(traced)
         del traced
     program = convert.merge(functions)
-    if options.weights in COMPRESSED:
+    if grids:
         with step(f"weights to {options.weights}") as detail:
-            detail(f"{compress(program, options.weights)} matrices")
+            detail(f"{compress(program, rounded, grids)} matrices")
     with step("write package") as detail:
         convert.share_memory(program)
         convert.save(program, path)
@@ -60,6 +62,7 @@ def build(decoder: Decoder, limits: Limits, options: CoreMLOptions, directory: P
         format="coreml",
         file=PROGRAM_FILE,
         weights=options.weights,
+        keep_int8=options.keep_int8,
         states=decoder.states,
         methods=interfaces,
         runtime=RUNTIME,
