@@ -117,6 +117,8 @@ def add_program(manifest: Manifest, target: Format, directory: Path, source: Sou
     decoder = target_decoder(source, target, progress)
     built = backend(target).build(decoder, source.limits, source.config.options(target), directory, progress.step)
     alone = manifest.model_copy(update={"programs": (built.program,)})
+    for name, text in backend(target).beside(alone).items():
+        (directory / name).write_text(text, encoding="utf-8")
     comparisons = verify_staged(Bundle(directory, alone), decoder, source, progress)
     return manifest.model_copy(
         update={

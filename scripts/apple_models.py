@@ -49,7 +49,8 @@ def describe(target: str, weights: str, bundle: Path) -> dict[str, Any]:
 
     program = read_bundle(bundle).manifest.program
     assert program.format != "executorch"
-    found = self_describing(program.format).describe(bundle / program.file)
+    back_end = self_describing(program.format)
+    found = back_end.describe(back_end.read_file(bundle / program.file))
     return {
         "weight_bytes": found.weight_bytes,
         "operators": {f.name: sum(f.operators.values()) for f in found.functions},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,11 +13,10 @@ from coreai_models import CHUNK, CONTEXT, Pair, build_into, stacked, stacked_sta
 from tiny_models import one_thread  # noqa: F401
 
 from exporter.backends import Built
-from exporter.backends.coreai import check_file, describe
+from exporter.backends.coreai import describe, read_file
 from exporter.cache.plain import PlainKernels
 from exporter.checkpoint import open_checkpoint
 from exporter.errors import BundleError, ConfigError, RuntimeLimitError
-from exporter.graph import ProgramContract
 from exporter.model.decoder import Decoder, parameter_shapes
 from exporter.programs import Limits
 from exporter.spec import ModelSpec
@@ -114,25 +112,17 @@ def test_a_ring_of_real_size(tmp_path: Path) -> None:
 
 
 def test_the_interface_and_the_files(tiny_gemma: tuple[Decoder, Built, Path]) -> None:
-    decoder, built, directory = tiny_gemma
+    _, built, _ = tiny_gemma
     program = built.program
     assert (program.format, program.file, program.weights) == ("coreai", "model.aimodel", "float32")
     assert {t.dtype for method in program.methods.values() for t in method.inputs[:2]} == {"int32"}
     assert all(check.passed for check in built.checks)
     assert {check.name for check in built.checks} >= {"writes_land_on_their_rows", "weights_stored_once"}
-    metadata = json.loads((directory / "metadata.json").read_text())
-    assert metadata["assets"] == {"main": "model.aimodel"}
-    assert metadata["language"]["states"] == {
-        "globalKeyCache": "kv_cache", "globalValueCache": "kv_cache",
-        "slidingKeyCache": "sliding_cache", "slidingValueCache": "sliding_cache",
-    }  # fmt: skip
-    assert metadata["language"]["vocab_size"] == decoder.spec.vocab_size
-    assert metadata["language"]["max_context_length"] == CONTEXT
 
 
 def test_describe_reads_the_file_alone(tiny_gemma: tuple[Decoder, Built, Path]) -> None:
     decoder, _, directory = tiny_gemma
-    description = describe(directory / "model.aimodel")
+    description = describe(read_file(directory / "model.aimodel"))
     prefill, main = description.functions
     assert (prefill.name, main.name) == ("prefill", "main")
     assert prefill.inputs == (("input_ids", "int32", "[1, any]"), ("position_ids", "int32", "[1, any]"))
@@ -183,7 +173,7 @@ def test_reduced_weights_are_the_rounding_they_say(
     built = build_into(decoder, tmp_path, weights, keep_int8=keep_int8)
     assert (built.program.weights, built.program.keep_int8) == (weights, keep_int8)
     assert worst(Pair(expected, built, tmp_path), (1, 20, 1, 5)) < CLOSE
-    stored = describe(tmp_path / "model.aimodel").weight_bytes
+    stored = describe(read_file(tmp_path / "model.aimodel")).weight_bytes
     assert stored.get("float16", 0) == 2 * elements["float16"] and stored.get("int8", 0) == elements["int8"]
     assert 0 <= stored.get("int4", 0) - elements["int4"] // 2 <= elements["int4"] // 64  # and zero points
     rows = sum(p.shape[0] for p in decoder.parameters() if p.ndim > 1)
@@ -240,13 +230,12 @@ def emptied(path: Path) -> None:
 def test_a_damaged_asset_is_refused_by_everyone(
     damage: Callable[[Path], None], tiny_gemma: tuple[Decoder, Built, Path], tmp_path: Path
 ) -> None:
-    decoder, built, directory = tiny_gemma
+    _, built, directory = tiny_gemma
     path = tmp_path / "model.aimodel"
     path.mkdir()
     for file in (directory / "model.aimodel").iterdir():
         (path / file.name).write_bytes(file.read_bytes())
     damage(path)
-    contracts = [ProgramContract(name, method, decoder.states) for name, method in built.program.methods.items()]
-    for read in (describe, lambda path: check_file(path, contracts), lambda path: AimodelProgram(path, built.program)):
+    for read in (read_file, lambda path: AimodelProgram(path, built.program)):
         with pytest.raises(BundleError, match=r"model\.aimodel"):
             read(path)

@@ -18,7 +18,7 @@ from tiny_models import SPECS, call, one_thread, states_of, token_ids  # noqa: F
 
 from exporter import optional
 from exporter.backends import coreml
-from exporter.backends.coreml import build, describe, kernels
+from exporter.backends.coreml import build, describe, kernels, read_file
 from exporter.backends.coreml.precision import FLOAT32, SHIPPED, in_precision
 from exporter.cache.plain import PlainKernels
 from exporter.checkpoint import open_checkpoint
@@ -104,7 +104,7 @@ def test_the_matrices_that_keep_eight_bits_are_known_in_the_program(weights: Wei
     assert result.program.keep_int8 == KEPT
     matrices = {name: p for name, p in decoder.named_parameters() if p.dim() == 2}
     eight = sum(p.numel() for name, p in matrices.items() if any(part in name for part in parts))
-    found = describe(path).weight_bytes
+    found = describe(read_file(path)).weight_bytes
     assert 0 < eight == found["int8"]
     four = sum(p.numel() for p in matrices.values()) - eight
     assert four // 2 <= found["uint4" if weights == "palettized4" else "int4"] <= four // 2 + 2048
@@ -124,7 +124,7 @@ def test_weights_are_stored_once(weights: Weights) -> None:
     bits = {"float32": 32, "float16": 16, "int8": 8, "int4": 4, "palettized4": 4}[weights]
     matrices = [p for p in parameters.values() if p.dim() == 2]
     expected = sum(p.numel() for p in matrices) * bits // 8
-    found = describe(path).weight_bytes
+    found = describe(read_file(path)).weight_bytes
     kind = {"palettized4": "uint4"}.get(weights, weights)
     if weights == "float32":
         expected += sum(p.numel() for p in parameters.values() if p.dim() == 1) * 4
@@ -139,7 +139,7 @@ def test_weights_are_stored_once(weights: Weights) -> None:
 
 def test_a_package_describes_itself() -> None:
     decoder, result, path = built("gemma")
-    description = describe(path)
+    description = describe(read_file(path))
     assert description.format == "coreml" and [f.name for f in description.functions] == ["main", "prefill"]
     main, prefill = description.functions
     assert main.inputs == (("input_ids", "int32", "[1, 1]"), ("position_ids", "int32", f"[1, 1..{CONTEXT}]"))

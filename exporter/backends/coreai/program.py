@@ -111,13 +111,25 @@ class Function:
                 yield operation, self.types[operation.results[0]]
 
 
-def read_program(path: Path) -> dict[str, Function]:
-    """The functions of the asset at `path`, by name.
+class Asset:
+    """The asset at `path`; its functions are read once.
 
     Raises:
         MissingPackageError: coreai-core is not installed.
         BundleError: no asset is there, or it cannot be read.
     """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.functions = _read_functions(path)
+
+    @property
+    def file_bytes(self) -> int:
+        return sum(file.stat().st_size for file in self.path.iterdir())
+
+
+def _read_functions(path: Path) -> dict[str, Function]:
+    """The functions of the asset at `path`, by name."""
     authoring = library("coreai.authoring")
     _check_hash(path)
     try:
