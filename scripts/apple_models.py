@@ -102,6 +102,7 @@ def main(
 def markdown(results: dict[str, Any]) -> str:
     """The committed page."""
     from exporter import verify as v
+    from exporter.spec import KEEP_INT8
 
     parity, exports, files, speed = [], [], [], []
     for name, row in results["rows"].items():
@@ -133,12 +134,14 @@ def markdown(results: dict[str, Any]) -> str:
             t = row["decode"]
             speed.append([*start, f"{t['load_seconds']:.1f}", f"{t['prefill_128']:.0f}", f"{t['decode']:.1f}"])
     effort = v.EFFORT["coreml"]
+    kept = "; ".join(f"`{weights}`: {', '.join(names)}" for weights, names in KEEP_INT8.items())
     return f"""# Gemma 3 270M in Apple's formats, measured on Linux
 
 {results["date"]}, {results["machine"]}. Reproduce with `make apple`; the raw figures are in `apple-models.json`.
 **Nothing here was run on a device.** The saved files were run on this machine: `.mlpackage` by the evaluator of
 `runtime_ref/programs/mlpackage`, `.aimodel` by the CPU interpreter of Apple's own wheel. Context 8,192, prefill chunks
-of up to 512 tokens.
+of up to 512 tokens. The options of 4 bits keep the matrices in int8 that they keep by default:
+{kept}.
 
 ## Against the model
 

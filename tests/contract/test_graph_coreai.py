@@ -135,7 +135,7 @@ def save(method: Method, fault: str, path: Path, monkeypatch: pytest.MonkeyPatch
     program = convert(
         {method: trace(traced, method, LIMITS, "int32")},
         {method: method_spec(traced, method, LIMITS, "int32")},
-        "float32",
+        {},
     )
     program.save_asset(path)
     return path, ProgramContract(method, method_spec(decoder, method, LIMITS, "int32"), decoder.states)
