@@ -122,8 +122,8 @@ def markdown(results: dict[str, Any]) -> str:
     from exporter.spec import KEEP_INT8
 
     parity, exports, conversions, files, speed = [], [], [], [], []
-    for name, row in results["rows"].items():
-        target, weights = name.split("/")
+    for target, weights in VARIANTS:
+        row = results["rows"].get(f"{target}/{weights}", {})
         start = [NAMES[target], weights]
         for c in row.get("verify", {}).get("comparisons", []):
             if c["reference"] == v.RECORDED:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from tiny_models import GLOBAL, SLIDING, decoder_of, model
 from toy import toy_manifest
 
 from exporter import verify
-from exporter.errors import VerificationError
+from exporter.config import CheckpointConfig, ExportConfig
+from exporter.errors import BundleError, VerificationError
 from exporter.quantization.matrices import Storage, grids_of, store
 from exporter.quantization.rounding import round_weights
-from exporter.spec import Comparison, Format, Manifest
+from exporter.spec import Comparison, CoreMLOptions, Format, Manifest
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -57,6 +60,22 @@ def test_a_program_is_held_to_its_eager_model_and_to_the_float_one(weights: str)
 def test_a_float32_program_is_held_to_the_logits_themselves() -> None:
     with pytest.raises(VerificationError, match=r"max \|difference\| <= 0\.01"):
         verify.judge([comparison(verify.EAGER, 0.0, "coreai")], of_format("coreai", "float32"), 0.1)
+
+
+def test_a_config_that_keeps_other_matrices_is_not_the_bundles(tmp_path: Path) -> None:
+    manifest = of_format("coreml", "int4")
+    kept = manifest.program.model_copy(update={"keep_int8": ("v_proj",)})
+    manifest = manifest.model_copy(update={"programs": (kept,)})
+    config = ExportConfig(
+        name="toy",
+        checkpoint=CheckpointConfig(path=tmp_path),
+        quantization=manifest.quantization,
+        coreml=CoreMLOptions(weights="int4", keep_int8=("v_proj",)),
+    )
+    verify.check_same_source(manifest, manifest.source, config)
+    other = config.model_copy(update={"coreml": CoreMLOptions(weights="int4")})
+    with pytest.raises(BundleError, match=r"got coreml\.keep_int8 \('embed_tokens', .* expected \('v_proj',\)"):
+        verify.check_same_source(manifest, manifest.source, other)
 
 
 def test_each_program_has_its_own_baseline() -> None:

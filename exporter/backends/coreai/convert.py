@@ -15,7 +15,7 @@ from typing import Any
 from torch.export import ExportedProgram
 
 from exporter.backends.coreai.library import library
-from exporter.backends.coreai.weights import converter
+from exporter.backends.coreai.weights import ROOT, converter
 from exporter.errors import UnsupportedModelError
 from exporter.programs import Method
 from exporter.quantization.matrices import Grid
@@ -33,6 +33,8 @@ def convert(
         UnsupportedModelError: coreai-torch cannot convert an operator of the model.
     """
     converting = converter(grids)
+    tensors = next(iter(programs.values())).state_dict
+    matrices = {tensors[f"{ROOT}{name}"].data_ptr() for name in grids}
     decompositions = library("coreai_torch").get_decomp_table()
     for method in list(programs):
         program = without_assertions(programs.pop(method).run_decompositions(decompositions))
@@ -48,9 +50,11 @@ def convert(
         except ValueError as error:
             raise _refusal(error) from error
     try:
-        return converting.to_coreai()
+        converted = converting.to_coreai()
     except (ValueError, NotImplementedError, RuntimeError) as error:
         raise _refusal(error) from error
+    assert set(converting.reduced) == matrices, f"{len(converting.reduced)} of {len(matrices)} matrices were met"
+    return converted
 
 
 def _refusal(error: Exception) -> UnsupportedModelError:

@@ -48,7 +48,7 @@ def converter(grids: Mapping[str, Grid]) -> Any:
     class Reducing(base):  # type: ignore[misc, valid-type]
         def __init__(self, **options: Any) -> None:
             super().__init__(**options)
-            self.known: dict[int, _Constants] = {}
+            self.reduced: dict[int, _Constants] = {}
 
         def _handle_placeholder_op(self, node: Any) -> Any:
             name = self.exported_program.graph_signature.inputs_to_parameters.get(node.name, "")
@@ -57,9 +57,9 @@ def converter(grids: Mapping[str, Grid]) -> Any:
                 return super()._handle_placeholder_op(node)
             weight = self._parameters_map[node.name]
             key = weight.data_ptr()  # of a tied matrix, and in both functions
-            if key not in self.known:
-                self.known[key] = _constants(weight, grid)
-            operands = [operation(value=value).result for value in self.known[key]]
+            if key not in self.reduced:
+                self.reduced[key] = _constants(weight, grid)
+            operands = [operation(value=value).result for value in self.reduced[key]]
             self._values_map[node.name] = shift_scale(*operands)
             return None
 
