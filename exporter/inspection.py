@@ -110,8 +110,10 @@ def _inspect_bundle(path: Path, contract: ContractFile | None) -> Inspection:
             checks, found = _check_pte(file, contracts, operators, contract or ContractFile())
             facts.append(found)
         else:
-            checks = _check_other(file, program.format, contracts)
-            descriptions.append(self_describing(program.format).describe(file))
+            back_end = self_describing(program.format)
+            opened = back_end.read_file(file)
+            checks = _check_other(opened, program.format, contracts)
+            descriptions.append(back_end.describe(opened))
         lowered += checks
     if contract is not None:
         exported, lowered = contract.required(exported, lowered)
@@ -157,7 +159,8 @@ def _inspect_pte(path: Path, contract: ContractFile | None) -> Inspection:
 
 def _inspect_other(path: Path, format: Other, contract: ContractFile | None) -> Inspection:
     _refuse_idle_limits(path, [format], contract)
-    description = self_describing(format).describe(path)
+    opened = self_describing(format).read_file(path)
+    description = self_describing(format).describe(opened)
     checks: list[CheckResult] = []
     if contract is not None:
         if contract.program is None:
@@ -167,7 +170,7 @@ def _inspect_other(path: Path, format: Other, contract: ContractFile | None) -> 
                 expected="one whose `program` gives limits, vocabulary and states",
                 repair="Add that section (docs/graph-contract.md), or pass the bundle directory.",
             )
-        checks = _check_other(path, format, _contracts_of_form(contract.program, format))
+        checks = _check_other(opened, format, _contracts_of_form(contract.program, format))
         _, checks = contract.required([], checks)
     return Inspection(path.name, None, (), tuple(checks), (), (description,))
 
@@ -188,8 +191,8 @@ def _refuse_idle_limits(path: Path, formats: Sequence[Format], contract: Contrac
         )
 
 
-def _check_other(path: Path, format: Other, contracts: Sequence[ProgramContract]) -> list[CheckResult]:
-    results = self_describing(format).check_file(path, contracts)
+def _check_other(file: Any, format: Other, contracts: Sequence[ProgramContract]) -> list[CheckResult]:
+    results = self_describing(format).check_file(file, contracts)
     return [result.model_copy(update={"format": format}) for result in results]
 
 

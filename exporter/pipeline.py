@@ -19,6 +19,7 @@ from exporter.model.decoder import Decoder, parameter_shapes
 from exporter.programs import Limits
 from exporter.progress import Progress
 from exporter.quantization import quantize
+from exporter.quantization.matrices import Storage
 from exporter.quantization.rounding import round_weights
 from exporter.spec import LAYOUTS, STATE_DTYPES, Comparison, Format, Manifest, StateSpec, state_specs
 from exporter.tokenizer import write_tokenizer
@@ -116,6 +117,8 @@ def add_program(manifest: Manifest, target: Format, directory: Path, source: Sou
     decoder = target_decoder(source, target, progress)
     built = backend(target).build(decoder, source.limits, source.config.options(target), directory, progress.step)
     alone = manifest.model_copy(update={"programs": (built.program,)})
+    for name, text in backend(target).beside(alone).items():
+        (directory / name).write_text(text, encoding="utf-8")
     comparisons = verify_staged(Bundle(directory, alone), decoder, source, progress)
     return manifest.model_copy(
         update={
@@ -145,11 +148,12 @@ def eager_sessions(manifest: Manifest, decoder: Decoder, source: Source, progres
         original = read_decoder(source, on_floats.states, PlainKernels(), progress)
         return eager, verify.eager_session(on_floats, original)
     floating = verify.eager_session(on_floats, plain)
-    if manifest.program.weights in ("float32", "float16"):
+    program = manifest.program
+    if program.weights in ("float32", "float16"):
         return floating, floating
     rounded = read_decoder(source, on_floats.states, PlainKernels(), progress)
     with progress.step("round weights"):
-        round_weights(rounded, manifest.program.weights)
+        round_weights(rounded, Storage(program.format, program.weights, program.keep_int8))
     return verify.eager_session(on_floats, rounded), floating
 
 

@@ -9,7 +9,17 @@ from rich.table import Table
 
 from exporter.describe import FileDescription
 from exporter.plan import ContextPlan, KindGrowth
-from exporter.spec import AttentionSpec, CheckResult, Comparison, LayerSpec, Manifest, ModelSpec, MoESpec, RopeSpec
+from exporter.spec import (
+    AttentionSpec,
+    CheckResult,
+    Comparison,
+    LayerSpec,
+    Manifest,
+    ModelSpec,
+    MoESpec,
+    ProgramSpec,
+    RopeSpec,
+)
 from exporter.units import BINARY, DECIMAL, size
 
 if TYPE_CHECKING:
@@ -156,7 +166,7 @@ def bundle_table(manifest: Manifest) -> Table:
         "source": f"{source.name} ({source.kind}), licence: {source.license or 'not stated'}",
         "model": f"{model.family}, {len(model.layers)} layers, vocabulary {model.vocab_size}",
         "context / prefill chunk": f"{manifest.max_context_length} / {manifest.max_prefill_chunk}",
-        "weights": "; ".join(f"{program.format}: {program.weights}" for program in manifest.programs),
+        "weights": "; ".join(map(_weights, manifest.programs)),
         "cache": f"{manifest.cache.dtype}, growth: {manifest.cache.growth}, ring slack: {manifest.cache.ring_slack}",
         "versions": ", ".join(f"{name} {number}" for name, number in manifest.versions.items()),
     }
@@ -165,6 +175,11 @@ def bundle_table(manifest: Manifest) -> Table:
     for name, entry in manifest.files.items():
         table.add_row(name, f"{entry.bytes:,} bytes, sha256 {entry.sha256[:16]}…")
     return table
+
+
+def _weights(program: ProgramSpec) -> str:
+    kept = f", int8 in {' '.join(program.keep_int8)}" if program.keep_int8 else ""
+    return f"{program.format}: {program.weights}{kept}"
 
 
 def operators_table(manifest: Manifest) -> Table:

@@ -270,6 +270,7 @@ def check_same_source(manifest: Manifest, source: SourceSpec, config: ExportConf
         if program.format != "executorch":
             options = config.coreml if program.format == "coreml" else config.coreai
             asked.append((f"{program.format}.weights", options.weights, program.weights))
+            asked.append((f"{program.format}.keep_int8", options.keep_int8, program.keep_int8))
     for what, got, want in asked:
         if got != want:
             raise BundleError(

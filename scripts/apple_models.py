@@ -6,6 +6,8 @@ Every measurement runs in a process of its own, so that its peak memory is its o
 from __future__ import annotations
 
 import json
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +45,31 @@ def export(target: str, weights: str, bundle: Path) -> dict[str, Any]:
     return {**cost, "step_seconds": progress.seconds, "file_bytes": sum(sizes.values())}
 
 
+def convert(target: str, weights: str, bundle: Path) -> dict[str, Any]:
+    """The back end alone: from the float32 decoder to the checked file. The peak is that of the process, with the
+    decoder and the libraries."""
+    from exporter import pipeline
+    from exporter.backends import backend
+    from exporter.progress import Progress, peak_memory_bytes
+
+    progress = Progress.silent()
+    source = pipeline.open_source(config_of(target, weights))
+    format = source.config.targets[0]
+    decoder = pipeline.target_decoder(source, format, progress)
+    with tempfile.TemporaryDirectory(dir=bundle.parent) as folder:
+        start = time.process_time()
+        backend(format).build(decoder, source.limits, source.config.options(format), Path(folder), progress.step)
+        return {"cpu_seconds": time.process_time() - start, "peak_bytes": peak_memory_bytes()}
+
+
 def describe(target: str, weights: str, bundle: Path) -> dict[str, Any]:
     from exporter.backends import self_describing
     from exporter.bundle import read_bundle
 
     program = read_bundle(bundle).manifest.program
     assert program.format != "executorch"
-    found = self_describing(program.format).describe(bundle / program.file)
+    back_end = self_describing(program.format)
+    found = back_end.describe(back_end.read_file(bundle / program.file))
     return {
         "weight_bytes": found.weight_bytes,
         "operators": {f.name: sum(f.operators.values()) for f in found.functions},
@@ -67,8 +87,6 @@ def verify(target: str, weights: str, bundle: Path) -> dict[str, Any]:
 
 def decode(target: str, weights: str, bundle: Path) -> dict[str, Any]:
     """Tokens a second here, by the interpreter or the evaluator: what a device does is another matter."""
-    import time
-
     import runtime_ref
 
     start = time.perf_counter()
@@ -93,7 +111,7 @@ def main(
     for name in variants.split(","):
         target, weights = name.split("/")
         bundle = bundles / f"{MODEL}_{target}_{weights}"
-        works = (export, describe, decode, verify)
+        works = (export, convert, describe, decode, verify)
         measure(results, name, works, (target, weights), bundle, out=out, keep=keep)
     out.with_suffix(".md").write_text(markdown(results))
 
@@ -101,10 +119,11 @@ def main(
 def markdown(results: dict[str, Any]) -> str:
     """The committed page."""
     from exporter import verify as v
+    from exporter.spec import KEEP_INT8
 
-    parity, exports, files, speed = [], [], [], []
-    for name, row in results["rows"].items():
-        target, weights = name.split("/")
+    parity, exports, conversions, files, speed = [], [], [], [], []
+    for target, weights in VARIANTS:
+        row = results["rows"].get(f"{target}/{weights}", {})
         start = [NAMES[target], weights]
         for c in row.get("verify", {}).get("comparisons", []):
             if c["reference"] == v.RECORDED:
@@ -123,6 +142,9 @@ def markdown(results: dict[str, Any]) -> str:
             exports.append(
                 [*start, f"{e['wall_seconds']:.0f}", f"{e['cpu_seconds']:.0f}", f"{e['peak_bytes'] / 1e6:.0f}", steps]
             )
+        if "convert" in row:
+            c = row["convert"]
+            conversions.append([*start, f"{c['cpu_seconds']:.0f}", f"{c['peak_bytes'] / 1e6:.0f}"])
         if "describe" in row:
             total, weight_bytes = row["export"]["file_bytes"], sum(row["describe"]["weight_bytes"].values())
             kinds = ", ".join(f"{kind} {size / 1e6:.1f}" for kind, size in row["describe"]["weight_bytes"].items())
@@ -132,12 +154,14 @@ def markdown(results: dict[str, Any]) -> str:
             t = row["decode"]
             speed.append([*start, f"{t['load_seconds']:.1f}", f"{t['prefill_128']:.0f}", f"{t['decode']:.1f}"])
     effort = v.EFFORT["coreml"]
+    kept = "; ".join(f"`{weights}`: {', '.join(names)}" for weights, names in KEEP_INT8.items())
     return f"""# Gemma 3 270M in Apple's formats, measured on Linux
 
 {results["date"]}, {results["machine"]}. Reproduce with `make apple`; the raw figures are in `apple-models.json`.
 **Nothing here was run on a device.** The saved files were run on this machine: `.mlpackage` by the evaluator of
 `runtime_ref/programs/mlpackage`, `.aimodel` by the CPU interpreter of Apple's own wheel. Context 8,192, prefill chunks
-of up to 512 tokens.
+of up to 512 tokens. The options of 4 bits keep the matrices in int8 that they keep by default:
+{kept}.
 
 ## Against the model
 
@@ -155,6 +179,11 @@ difference from the reference's.
 Everything from the checkpoint to the verified bundle, in one process; the steps' wall seconds behind it.
 
 {table(("format", "weights", "wall s", "CPU s", "peak MB", "steps, s"), exports)}
+
+Of that, the conversion: from the float32 decoder to the checked file, tracing included. The peak is that of a process
+that does nothing else, the decoder (1073 MB) and the libraries in it.
+
+{table(("format", "weights", "CPU s", "peak MB"), conversions)}
 
 ## Size
 

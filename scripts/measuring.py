@@ -51,10 +51,12 @@ def measure(
     bundle: Path, *, out: Path, keep: bool,
 ) -> None:  # fmt: skip
     """Fill row `name` of `results`, each of `works` under its own name, and write `out` after each; `keep` leaves what
-    the row has where `bundle`, their last argument, is there already."""
+    the row has where `bundle`, their last argument, is there already; without it the row is another bundle's."""
     row = results["rows"].setdefault(name, {})
+    if not (keep and bundle.exists()):
+        row.clear()
     for work in works:
-        if keep and work.__name__ in row and bundle.exists():
+        if work.__name__ in row:
             continue
         print(f"{name}: {work.__name__}", flush=True)
         row[work.__name__] = in_process(work, *arguments, bundle)

@@ -38,8 +38,10 @@ def stacked(spec: ModelSpec, slack: int = 0, context: int = CONTEXT) -> Decoder:
     return tiny_models.randomize(Decoder(spec, stacked_states(spec, slack, context), PlainKernels()))
 
 
-def build_into(decoder: Decoder, directory: Path, weights: str = "float32", limits: Limits = LIMITS) -> Built:
-    options = CoreAIOptions.model_validate({"weights": weights})
+def build_into(
+    decoder: Decoder, directory: Path, weights: str = "float32", limits: Limits = LIMITS, **more: object
+) -> Built:
+    options = CoreAIOptions.model_validate({"weights": weights, **more})
     return build(decoder, limits, options, directory, silent_step)
 
 

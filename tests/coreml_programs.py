@@ -30,11 +30,14 @@ def coreml_decoder(spec: ModelSpec, *, slack: int = 0) -> Decoder:
 
 
 @cache
-def built(name: str, weights: Weights = "float16", slack: int = 0) -> tuple[Decoder, Built, Path]:
+def built(
+    name: str, weights: Weights = "float16", slack: int = 0, keep_int8: tuple[str, ...] = ()
+) -> tuple[Decoder, Built, Path]:
     """The float32 model, what the back end says it built, and the package."""
     directory = Path(mkdtemp(prefix="coreml"))
     decoder = coreml_decoder(SPECS[name], slack=slack)
-    result = build(decoder, LIMITS, CoreMLOptions(weights=weights), directory, Progress.silent().step)
+    options = CoreMLOptions(weights=weights, keep_int8=keep_int8)
+    result = build(decoder, LIMITS, options, directory, Progress.silent().step)
     return decoder, result, directory / PROGRAM_FILE
 
 

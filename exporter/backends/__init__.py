@@ -18,7 +18,7 @@ from exporter.graph.contract import ProgramContract
 from exporter.model.decoder import Decoder
 from exporter.programs import Limits
 from exporter.progress import Detail
-from exporter.spec import CheckResult, Format, ProgramSpec
+from exporter.spec import CheckResult, Format, Manifest, ProgramSpec
 
 Step = Callable[[str], AbstractContextManager[Detail]]
 
@@ -58,21 +58,33 @@ class Backend(Protocol):
         """
         ...
 
+    def beside(self, manifest: Manifest) -> dict[str, str]:
+        """The text files that the format wants in the bundle beside its program, by name.
+
+        Args:
+            manifest: the bundle's, with this format's program alone.
+        """
+        ...
+
 
 class SelfDescribing(Backend, Protocol):
     """A back end whose files say by themselves what they are; a `.pte` needs a manifest beside it."""
 
-    def check_file(self, path: Path, contracts: Sequence[ProgramContract]) -> list[CheckResult]:
-        """The graph checks on the program at `path`, one contract a method.
+    def read_file(self, path: Path) -> Any:
+        """The program at `path`, for the other two. Raises BundleError when it cannot be read."""
+        ...
+
+    def check_file(self, file: Any, contracts: Sequence[ProgramContract]) -> list[CheckResult]:
+        """The graph checks on a program, one contract a method.
 
         Raises:
-            BundleError: the program cannot be read.
+            BundleError: what is read only now is damaged.
             GraphContractError: it is none with these methods and inputs.
         """
         ...
 
-    def describe(self, path: Path) -> FileDescription:
-        """What the program at `path` says of itself. Raises BundleError when it cannot be read."""
+    def describe(self, file: Any) -> FileDescription:
+        """What a program says of itself."""
         ...
 
 

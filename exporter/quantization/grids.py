@@ -1,6 +1,7 @@
 """Integer grids for weights.
 
-Letters: N output channels (rows), K input channels, g groups a row. Every grid is symmetric: ``w ~ scale * q``.
+Letters: N output channels (rows), K input channels, g groups a row. Grids are symmetric, ``w ~ scale * q``, but for the
+one that says otherwise.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+
+from exporter.optional import optional
 
 INT8_MAX = 127
 INT4_MIN, INT4_MAX = -8, 7
@@ -38,6 +41,29 @@ def int4_per_group(weight: torch.Tensor, group_size: int) -> tuple[torch.Tensor,
         best_q, best_scale = _least_squares_scale(grouped)
         quantized[rows], scales[rows] = best_q.reshape(weight[rows].shape), best_scale
     return quantized, scales
+
+
+def int4_shifted_per_group(weight: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """float32 ``[N, K]`` to int8 ``[N, K]`` holding -8 .. 7, float32 scales and int8 zero points ``[N, g]``.
+
+    ``w ~ scale * (q - zero point)``: each group's 16 levels cover its own range, from its smallest weight or 0 to its
+    largest or 0. The rounding is coreai-opt's, to nearest and without data, asked for blocks of rows: what it takes for
+    a whole embedding at once is several times the embedding's size.
+
+    Raises:
+        MissingPackageError: coreai-opt is not installed.
+    """
+    tools = optional("coreai_opt.coreai_utils", "coreai")
+    schemes = optional("coreai_opt.coreai_utils.common", "coreai").QScheme
+    kind = optional("coreai_torch._compression._types", "coreai").string_to_builtin(tools.DType.INT4)
+    quantize = optional("coreai_opt.coreai_utils._utils.quantize_utils", "coreai")._compute_qparams_by_dtype
+    codes = torch.empty(weight.shape, dtype=torch.int8)
+    scales = torch.empty(weight.shape[0], weight.shape[1] // group_size)
+    zero_points = torch.empty(scales.shape, dtype=torch.int8)
+    for rows in _row_blocks(weight):
+        found = quantize(weight[rows].numpy(), kind, schemes.ASYMMETRIC, [1, group_size])
+        codes[rows], scales[rows], zero_points[rows] = (torch.from_numpy(part.astype(part.dtype)) for part in found)
+    return codes, scales, zero_points
 
 
 def _row_blocks(weight: torch.Tensor) -> Iterator[slice]:

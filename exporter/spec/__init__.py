@@ -10,6 +10,7 @@ D head_dim.
 from exporter.spec.base import DTYPE_BYTES, DType, Spec
 from exporter.spec.manifest import (
     IDS_DTYPES,
+    KEEP_INT8,
     LAYOUTS,
     MANIFEST_VERSION,
     STATE_DTYPES,
@@ -53,6 +54,7 @@ from exporter.spec.states import (
 __all__ = [
     "DTYPE_BYTES",
     "IDS_DTYPES",
+    "KEEP_INT8",
     "LAYOUTS",
     "MANIFEST_VERSION",
     "SCALES",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from exporter.spec.base import DType, Spec
 from exporter.spec.model import ModelSpec
@@ -61,7 +61,33 @@ STATE_DTYPES: dict[Format, DType] = {"coreml": "float16"}
 """The formats whose states have one dtype whatever the cache policy says."""
 
 
-class CoreMLOptions(Spec):
+_SENSITIVE = ("embed_tokens", "lm_head", "v_proj", "down_proj")
+KEEP_INT8: dict[str, tuple[str, ...]] = {"int4": _SENSITIVE, "palettized4": _SENSITIVE}
+"""The matrices that keep 8 bits by default in the options that have 4: most of what those cost sits in these."""
+
+
+class _ReducedWeights(Spec):
+    """`keep_int8` has the meaning of `QuantizationSpec.keep_int8`, and embedding and head have names too: the matrices
+    whose name contains one of its parts are int8 where `weights` has 4 bits. Left out, it is that of `KEEP_INT8`."""
+
+    weights: str
+    keep_int8: tuple[str, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _its_own_default(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping) or "keep_int8" in data:
+            return data
+        return {**data, "keep_int8": KEEP_INT8.get(str(data.get("weights")), ())}
+
+    @model_validator(mode="after")
+    def _only_beside_four_bits(self) -> Self:
+        if self.keep_int8 and self.weights not in KEEP_INT8:
+            raise ValueError(f"keep_int8 beside weights {' or '.join(KEEP_INT8)}, not {self.weights}")
+        return self
+
+
+class CoreMLOptions(_ReducedWeights):
     """How a Core ML program keeps its weights: `int8` per output channel, `int4` per block of 32 input channels,
     `palettized4` as 4-bit indices into a table. ``float32`` computes in float32 too, for comparisons; its states are
     float16 all the same."""
@@ -69,7 +95,7 @@ class CoreMLOptions(Spec):
     weights: Literal["float32", "float16", "int8", "int4", "palettized4"] = "float16"
 
 
-class CoreAIOptions(Spec):
+class CoreAIOptions(_ReducedWeights):
     """How a Core AI program keeps its weights: `int8` per output channel, `int4` per block of 32 input channels."""
 
     weights: Literal["float32", "float16", "int8", "int4"] = "float16"
@@ -78,13 +104,15 @@ class CoreAIOptions(Spec):
 class ProgramSpec(Spec):
     """One program, a file or a directory of the bundle. `format` selects the loader.
 
-    `states` is the state it takes, `weights` says in a word how its weights are stored, `operators` are those it uses;
-    of an ExecuTorch program, those outside every delegate.
+    `states` is the state it takes, `weights` says in a word how its weights are stored and `keep_int8` which of them
+    have 8 bits all the same (of an ExecuTorch program, the manifest's `quantization` does); `operators` are those it
+    uses; of an ExecuTorch program, those outside every delegate.
     """
 
     format: Format
     file: str
     weights: str
+    keep_int8: tuple[str, ...] = ()
     states: tuple[StateSpec, ...]
     methods: dict[str, MethodSpec]
     runtime: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
+from conftest import CONTEXT
 
 import runtime_ref
 from exporter import optional
@@ -42,6 +44,27 @@ def test_the_bundle_is_checked_verified_and_laid_out_for_apple(bundle: Path) -> 
     assert comparison.max_state_difference is not None and comparison.max_state_difference < 1e-4
     assert {"model.aimodel/main.mlirb", "metadata.json", "tokenizer/tokenizer.json"} <= set(manifest.files)
     assert {"coreai-core", "coreai-torch", "coreai-opt"} <= set(manifest.versions)
+
+
+def test_the_metadata_is_that_of_apples_language_bundles(bundle: Path) -> None:
+    manifest = read_bundle(bundle).manifest
+    assert json.loads((bundle / "metadata.json").read_text()) == {
+        "metadata_version": "0.2",
+        "kind": "llm",
+        "name": "apple",
+        "assets": {"main": "model.aimodel"},
+        "language": {
+            "tokenizer": "tokenizer",
+            "embedded_tokenizer": True,
+            "vocab_size": manifest.model.vocab_size,
+            "max_context_length": CONTEXT,
+            "function_map": {"main": ["main"], "prompt": ["prefill"]},
+            "states": {
+                "globalKeyCache": "kv_cache", "globalValueCache": "kv_cache",
+                "slidingKeyCache": "sliding_cache", "slidingValueCache": "sliding_cache",
+            },
+        },
+    }  # fmt: skip
 
 
 def test_a_session_grows_forks_and_resumes(bundle: Path, tmp_path: Path) -> None:

@@ -36,11 +36,12 @@ def refused(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], 
 def test_a_dry_run_prints_config_layers_and_memory_and_traces_nothing(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, tiny_checkpoint: Path
 ) -> None:
-    config = write_config(tmp_path / "dry.yaml", tiny_checkpoint)
+    config = write_config(tmp_path / "dry.yaml", tiny_checkpoint, coreml={"weights": "int4"})
     monkeypatch.setattr(pipeline, "backend", None)
     assert run(monkeypatch, "export", "--model", config, "--dry-run", "--out", tmp_path / "out") == 0
     printed = capfd.readouterr().out
     assert "'max_context_length': 160" in printed
+    assert printed.count("'keep_int8': [") == 3 and "'down_proj'" in printed  # what was left out is filled in
     # Kind, window, heads, KV heads, head_dim, RoPE base of the two kinds of layer.
     rows = [line.replace("│", " ").split() for line in printed.splitlines() if line.startswith("│")]
     assert ["0", "sliding", "8", "4", "2", "16", "10000", "96"] in rows

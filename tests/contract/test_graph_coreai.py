@@ -16,7 +16,7 @@ from exporter import programs
 from exporter.backends.coreai.bytecode import stored_blobs
 from exporter.backends.coreai.checks import check_function, weights_stored_once
 from exporter.backends.coreai.convert import convert
-from exporter.backends.coreai.program import Function, read_program
+from exporter.backends.coreai.program import Asset, Function
 from exporter.cache import masks, plain
 from exporter.cache.interface import Rows, States
 from exporter.graph import ProgramContract
@@ -156,7 +156,7 @@ def save(method: Method, fault: str, path: Path, monkeypatch: pytest.MonkeyPatch
     program = convert(
         {method: trace(traced, method, LIMITS, "int32")},
         {method: method_spec(traced, method, LIMITS, "int32")},
-        "float32",
+        {},
     )
     program.save_asset(path)
     return path, ProgramContract(method, method_spec(decoder, method, LIMITS, "int32"), decoder.states)
@@ -193,7 +193,7 @@ def test_a_fault_breaks_its_checks(
     method: Method, fault: str, broken: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, contract = save(method, fault, tmp_path / "model.aimodel", monkeypatch)
-    results = check_function(read_program(path)[method], contract)
+    results = check_function(Asset(path).functions[method], contract)
     failed = {result.name: result.evidence for result in results if not result.passed}
     assert broken <= set(failed), failed
     assert fault not in ("prefill writes first", "gathers the wrong rows", "adds infinity") or set(failed) == broken
@@ -203,7 +203,7 @@ def test_every_check_fails_on_one_of_the_faults(tmp_path: Path, monkeypatch: pyt
     names = set()
     for method in METHODS:
         path, contract = save(method, "", tmp_path / f"{method}.aimodel", monkeypatch)
-        names |= {result.name for result in check_function(read_program(path)[method], contract)}
+        names |= {result.name for result in check_function(Asset(path).functions[method], contract)}
     assert names == set().union(*(broken for _, _, broken in FAULTS))
 
 
@@ -231,7 +231,7 @@ def reads_redirected(function: Function) -> Function:
 @pytest.mark.parametrize("method", ["prefill", "main"])
 def test_without_a_fault_every_check_passes(method: Method, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, contract = save(method, "", tmp_path / "model.aimodel", monkeypatch)
-    function = read_program(path)[method]
+    function = Asset(path).functions[method]
     assert [result for result in check_function(function, contract) if not result.passed] == []
     assert weights_stored_once(stored_blobs(path / "main.mlirb"), contract).passed
     # A value is what it was when it was made: one from before the last write does not have that write.

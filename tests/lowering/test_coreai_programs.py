@@ -15,7 +15,7 @@ from coreai_models import CHUNK, CONTEXT, Pair, build_into, stacked, stacked_sta
 from tiny_models import one_thread  # noqa: F401
 
 from exporter.backends import Built
-from exporter.backends.coreai import check_file, describe
+from exporter.backends.coreai import check_file, describe, read_file
 from exporter.cache.plain import PlainKernels
 from exporter.checkpoint import open_checkpoint
 from exporter.errors import BundleError, ConfigError, RuntimeLimitError
@@ -115,25 +115,17 @@ def test_a_ring_of_real_size(tmp_path: Path) -> None:
 
 
 def test_the_interface_and_the_files(tiny_gemma: tuple[Decoder, Built, Path]) -> None:
-    decoder, built, directory = tiny_gemma
+    _, built, _ = tiny_gemma
     program = built.program
     assert (program.format, program.file, program.weights) == ("coreai", "model.aimodel", "float32")
     assert {t.dtype for method in program.methods.values() for t in method.inputs[:2]} == {"int32"}
     assert all(check.passed for check in built.checks)
     assert {check.name for check in built.checks} >= {"writes_land_on_their_rows", "weights_stored_once"}
-    metadata = json.loads((directory / "metadata.json").read_text())
-    assert metadata["assets"] == {"main": "model.aimodel"}
-    assert metadata["language"]["states"] == {
-        "globalKeyCache": "kv_cache", "globalValueCache": "kv_cache",
-        "slidingKeyCache": "sliding_cache", "slidingValueCache": "sliding_cache",
-    }  # fmt: skip
-    assert metadata["language"]["vocab_size"] == decoder.spec.vocab_size
-    assert metadata["language"]["max_context_length"] == CONTEXT
 
 
 def test_describe_reads_the_file_alone(tiny_gemma: tuple[Decoder, Built, Path]) -> None:
     decoder, _, directory = tiny_gemma
-    description = describe(directory / "model.aimodel")
+    description = describe(read_file(directory / "model.aimodel"))
     prefill, main = description.functions
     assert (prefill.name, main.name) == ("prefill", "main")
     assert prefill.inputs == (("input_ids", "int32", "[1, 2..24]"), ("position_ids", "int32", "[1, 2..64]"))
@@ -157,23 +149,23 @@ def test_ranges_are_recorded_in_the_asset_and_held_to_the_contract(
     metadata = json.loads((path / "metadata.json").read_text())
     metadata["creatorDefinedMetadata"]["dynamicRanges"]["prefill"]["input_ids"][1] = [2, 25]
     (path / "metadata.json").write_text(json.dumps(metadata))
-    assert describe(path).functions[0].inputs[0] == ("input_ids", "int32", "[1, 2..25]")
-    failed = [(check.program, check.name) for check in check_file(path, contracts) if not check.passed]
+    assert describe(read_file(path)).functions[0].inputs[0] == ("input_ids", "int32", "[1, 2..25]")
+    failed = [(check.program, check.name) for check in check_file(read_file(path), contracts) if not check.passed]
     assert failed == [("prefill", "dynamic_ranges")]
     (path / "metadata.json").unlink()  # as another exporter's asset may be: the axes are dynamic, and no more is known
-    assert describe(path).functions[0].inputs[0] == ("input_ids", "int32", "[1, any]")
-    assert all(check.passed for check in check_file(path, contracts))
+    assert describe(read_file(path)).functions[0].inputs[0] == ("input_ids", "int32", "[1, any]")
+    assert all(check.passed for check in check_file(read_file(path), contracts))
 
 
-def rounded(weight: torch.Tensor, weights: str) -> torch.Tensor:
+def rounded(weight: torch.Tensor, grid: str) -> torch.Tensor:
     """What the file stands for, from the definition: int8 covers -max..max of a row, int4 min..max of 32 channels.
 
     coreai-opt 0.3.0 adds 1e-6 to the range.
     """
-    if weights == "float16":
+    if grid == "float16":
         return weight.half().float()
-    if weights == "int8":
-        scale = (2 * weight.abs().amax(-1, keepdim=True) + 1e-6) / 254
+    if grid == "int8":
+        scale = weight.abs().amax(-1, keepdim=True) / 127
         return (weight / scale).round().clamp(-127, 127) * scale
     blocks = weight.view(weight.shape[0], -1, 32)
     low, high = blocks.amin(-1, keepdim=True).clamp(max=0), blocks.amax(-1, keepdim=True).clamp(min=0)
@@ -182,23 +174,46 @@ def rounded(weight: torch.Tensor, weights: str) -> torch.Tensor:
     return ((((blocks / scale).round() + zero).clamp(-8, 7) - zero) * scale).view_as(weight)
 
 
-@pytest.mark.parametrize(("weights", "bits"), [("float16", 16), ("int8", 8), ("int4", 4)])
-def test_reduced_weights_are_the_rounding_they_say(weights: str, bits: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("weights", "keep_int8", "tied"),
+    [("float16", (), True), ("int8", (), False), ("int4", (), True), ("int4", ("embed", "v_proj", "down_proj"), True)],
+)
+def test_reduced_weights_are_the_rounding_they_say(
+    weights: str, keep_int8: tuple[str, ...], tied: bool, tmp_path: Path
+) -> None:
     """Stored once and small, embedding and head too; run, they are a model whose matrices were rounded here."""
-    spec = tiny_models.model(tiny_models.SLIDING)
+    spec = tiny_models.model(tiny_models.SLIDING, tie_word_embeddings=tied)
     decoder, expected = stacked(spec), stacked(spec)
+    elements = {"float16": 0, "int8": 0, "int4": 0}
     with torch.no_grad():
-        for parameter in expected.parameters():
+        for name, parameter in expected.named_parameters():
             if parameter.ndim > 1:
-                parameter.copy_(rounded(parameter, weights))
-    pair = Pair(expected, build_into(decoder, tmp_path, weights), tmp_path)
-    assert worst(pair, (1, 20, 1, 5)) < CLOSE
-    matrices = sum(p.numel() for p in decoder.parameters() if p.ndim > 1)
-    stored = describe(tmp_path / "model.aimodel").weight_bytes
-    zero_points = matrices // 64 if weights == "int4" else 0
-    assert 0 <= stored[weights] - matrices * bits // 8 <= zero_points
-    scales = {"float16": 0, "int8": 97, "int4": matrices // 32}[weights]  # short ones stand in the program's text
-    assert stored.get("float32", 0) <= 4 * scales
+                grid = "int8" if any(part in name for part in keep_int8) else weights
+                parameter.copy_(rounded(parameter, grid))
+                elements[grid] += parameter.numel()
+    built = build_into(decoder, tmp_path, weights, keep_int8=keep_int8)
+    assert (built.program.weights, built.program.keep_int8) == (weights, keep_int8)
+    assert worst(Pair(expected, built, tmp_path), (1, 20, 1, 5)) < CLOSE
+    stored = describe(read_file(tmp_path / "model.aimodel")).weight_bytes
+    assert stored.get("float16", 0) == 2 * elements["float16"] and stored.get("int8", 0) == elements["int8"]
+    assert 0 <= stored.get("int4", 0) - elements["int4"] // 2 <= elements["int4"] // 64  # and zero points
+    rows = sum(p.shape[0] for p in decoder.parameters() if p.ndim > 1)
+    scales = 0 if weights == "float16" else rows + elements["int4"] // 32
+    assert stored.get("float32", 0) <= 4 * scales  # short ones stand in the program's text
+
+
+def test_a_block_of_equal_weights_is_stored_as_one_number_and_read_back_as_all(tmp_path: Path) -> None:
+    """Codes, scales and zero points may each be constant, and four bits of them no byte."""
+    decoder = stacked(tiny_models.model(tiny_models.SLIDING))
+    with torch.no_grad():
+        decoder.layers[0].mixer.o_proj.weight.fill_(0.25)  # type: ignore[index]
+        decoder.layers[0].mixer.q_proj.weight.zero_()  # type: ignore[index]
+    expected = stacked(tiny_models.model(tiny_models.SLIDING))
+    with torch.no_grad():
+        for parameter, own in zip(expected.parameters(), decoder.parameters(), strict=True):
+            parameter.copy_(rounded(own, "int4") if own.ndim > 1 else own)
+    built = build_into(decoder, tmp_path, "int4", keep_int8=())
+    assert worst(Pair(expected, built, tmp_path), (1, 9, 1)) < CLOSE
 
 
 def test_chunks_go_through_prefill_and_single_tokens_through_main(tiny_gemma: tuple[Decoder, Built, Path]) -> None:
@@ -236,13 +251,12 @@ def emptied(path: Path) -> None:
 def test_a_damaged_asset_is_refused_by_everyone(
     damage: Callable[[Path], None], tiny_gemma: tuple[Decoder, Built, Path], tmp_path: Path
 ) -> None:
-    decoder, built, directory = tiny_gemma
+    _, built, directory = tiny_gemma
     path = tmp_path / "model.aimodel"
     path.mkdir()
     for file in (directory / "model.aimodel").iterdir():
         (path / file.name).write_bytes(file.read_bytes())
     damage(path)
-    contracts = [ProgramContract(name, method, decoder.states) for name, method in built.program.methods.items()]
-    for read in (describe, lambda path: check_file(path, contracts), lambda path: AimodelProgram(path, built.program)):
+    for read in (read_file, lambda path: AimodelProgram(path, built.program)):
         with pytest.raises(BundleError, match=r"model\.aimodel"):
             read(path)

@@ -19,7 +19,7 @@ from tiny_models import SPECS, call, one_thread, states_of, token_ids  # noqa: F
 
 from exporter import optional
 from exporter.backends import coreml
-from exporter.backends.coreml import build, describe, kernels
+from exporter.backends.coreml import build, describe, kernels, read_file
 from exporter.backends.coreml.package import Package
 from exporter.backends.coreml.precision import FLOAT32, SHIPPED, in_precision
 from exporter.cache.plain import PlainKernels
@@ -61,7 +61,7 @@ def largest_difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> 
     return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
 
 
-def rounded(decoder: Decoder, weights: Weights) -> Decoder:
+def rounded(decoder: Decoder, weights: Weights, keep_int8: tuple[str, ...] = ()) -> Decoder:
     """The float32 model over PlainKernels with its matrices replaced by what a package of `weights` stands for."""
     twin = coreml_decoder(decoder.spec, slack=decoder.states[0].rows - (decoder.states[0].window or 0))
     twin = twin.with_kernels(PlainKernels())
@@ -70,7 +70,8 @@ def rounded(decoder: Decoder, weights: Weights) -> Decoder:
             if "norm" in name:
                 continue
             half = parameter.half().float()
-            if parameter.dim() == 2 and weights == "int8":
+            kept = weights in {"int4", "palettized4"} and any(part in name for part in keep_int8)
+            if parameter.dim() == 2 and (weights == "int8" or kept):
                 integers, scales = int8_per_row(half)
                 half = integers * scales.half().float()[:, None]
             elif parameter.dim() == 2 and weights == "int4":
@@ -92,6 +93,26 @@ def test_a_compressed_package_computes_with_the_weights_it_stands_for(weights: W
     assert largest_difference(ours, play_eager(rounded(decoder, "float16"), SPLITS)) > 3 * bound
 
 
+KEPT = ("lm_head", "layers.0.mixer", "down_proj")
+
+
+@pytest.mark.parametrize("weights", ["int4", "palettized4"])
+def test_the_matrices_that_keep_eight_bits_are_known_in_the_program(weights: Weights) -> None:
+    """By other names than the parameters of the rounded model: its tied head is called after the embedding."""
+    decoder, result, path = built("gemma", weights, keep_int8=KEPT)
+    ours = play(MLPackageProgram(path, result.program), decoder, SPLITS)
+    parts = ("embed_tokens", *KEPT[1:])
+    assert largest_difference(ours, play_eager(rounded(decoder, weights, parts), SPLITS)) < 1e-2
+    assert largest_difference(ours, play_eager(rounded(decoder, weights), SPLITS)) > 3e-2
+    assert result.program.keep_int8 == KEPT
+    matrices = {name: p for name, p in decoder.named_parameters() if p.dim() == 2}
+    eight = sum(p.numel() for name, p in matrices.items() if any(part in name for part in parts))
+    found = describe(read_file(path)).weight_bytes
+    assert 0 < eight == found["int8"]
+    four = sum(p.numel() for p in matrices.values()) - eight
+    assert four // 2 <= found["uint4" if weights == "palettized4" else "int4"] <= four // 2 + 2048
+
+
 def test_a_ring_with_slack_needs_no_zeroing() -> None:
     decoder, result, path = built("all sliding", slack=3)
     ours = play(MLPackageProgram(path, result.program), decoder, SPLITS)
@@ -106,7 +127,7 @@ def test_weights_are_stored_once(weights: Weights) -> None:
     bits = {"float32": 32, "float16": 16, "int8": 8, "int4": 4, "palettized4": 4}[weights]
     matrices = [p for p in parameters.values() if p.dim() == 2]
     expected = sum(p.numel() for p in matrices) * bits // 8
-    found = describe(path).weight_bytes
+    found = describe(read_file(path)).weight_bytes
     kind = {"palettized4": "uint4"}.get(weights, weights)
     if weights == "float32":
         expected += sum(p.numel() for p in parameters.values() if p.dim() == 1) * 4
@@ -121,7 +142,7 @@ def test_weights_are_stored_once(weights: Weights) -> None:
 
 def test_a_package_describes_itself() -> None:
     decoder, result, path = built("gemma")
-    description = describe(path)
+    description = describe(read_file(path))
     assert description.format == "coreml" and [f.name for f in description.functions] == ["main", "prefill"]
     main, prefill = description.functions
     assert main.inputs == (("input_ids", "int32", "[1, 1]"), ("position_ids", "int32", f"[1, 1..{CONTEXT}]"))

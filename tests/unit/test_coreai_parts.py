@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("coreai")
 
@@ -69,9 +70,9 @@ def test_bytecode_that_ends_early_is_refused(cut: int, tmp_path: Path) -> None:
 
 
 def test_a_weight_beyond_float16_is_refused() -> None:
-    assert _half(np.array([65504.0, -1e-9], dtype=np.float32)).tolist() == [65504.0, 0.0]
+    assert _half(torch.tensor([65504.0, -1e-9])).tolist() == [65504.0, 0.0]
     with pytest.raises(UnsupportedModelError, match="65504"):
-        _half(np.array([7e4], dtype=np.float32))
+        _half(torch.tensor([7e4]))
 
 
 @pytest.mark.parametrize(

@@ -2,62 +2,35 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from tiny_models import GLOBAL, SLIDING, decoder_of, model
 from toy import toy_manifest
 
 from exporter import verify
-from exporter.errors import VerificationError
-from exporter.quantization.grids import int4_per_group, int8_per_row
-from exporter.quantization.rounding import reduced, round_weights
-from exporter.spec import Comparison, Format, Manifest
-
-
-def matrix(rows: int = 48, columns: int = 64) -> torch.Tensor:
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
-
-
-def test_int8_is_the_grid_row_by_row() -> None:
-    weight = matrix()
-    integers, scales = int8_per_row(weight)
-    want = torch.tensor([[int(q) * float(s) for q in row] for row, s in zip(integers, scales, strict=True)])
-    torch.testing.assert_close(reduced(weight, "int8"), want, rtol=1e-6, atol=0)
-
-
-def test_int4_has_a_step_for_every_32_columns() -> None:
-    weight = matrix()
-    integers, scales = int4_per_group(weight, 32)
-    got = reduced(weight, "int4")
-    for row in range(48):
-        for column in range(64):
-            assert float(got[row, column]) == float(integers[row, column] * scales[row, column // 32])
-    narrow = matrix(columns=40)  # no multiple of 32
-    assert torch.equal(reduced(narrow, "int4"), reduced(narrow, "int8"))
-
-
-def test_a_palette_has_16_values_for_a_row() -> None:
-    weight = matrix()
-    got = reduced(weight, "palettized4")
-    for row in range(48):
-        values = got[row].unique()
-        assert len(values) <= 16
-        nearest = values[(weight[row, :, None] - values).abs().argmin(-1)]
-        # The middle between two entries decides; a weight there may go either way.
-        assert (got[row] - nearest).abs().max() < 1e-3
+from exporter.config import CheckpointConfig, ExportConfig
+from exporter.errors import BundleError, VerificationError
+from exporter.quantization.matrices import Storage, grids_of, store
+from exporter.quantization.rounding import round_weights
+from exporter.spec import Comparison, CoreMLOptions, Format, Manifest
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_every_matrix_is_rounded_once_and_a_tied_one_stays_tied(tied: bool) -> None:
+@pytest.mark.parametrize(
+    "storage", [Storage("coreml", "int8"), Storage("coreml", "int4", ("v_proj", "lm_head")), Storage("coreai", "int4")]
+)
+def test_every_matrix_is_rounded_once_and_a_tied_one_stays_tied(storage: Storage, tied: bool) -> None:
+    if storage.format == "coreai":
+        pytest.importorskip("coreai_opt")
     decoder, float_decoder = (decoder_of(model(SLIDING, GLOBAL, tie_word_embeddings=tied)) for _ in range(2))
-    round_weights(decoder, "int8")
+    round_weights(decoder, storage)
     assert (decoder.lm_head.weight is decoder.embed_tokens.weight) == tied
-    before = dict(float_decoder.named_parameters())
+    before, kept = dict(float_decoder.named_parameters()), grids_of(float_decoder, storage)
     for name, parameter in decoder.named_parameters():
-        if parameter.dim() == 2 and parameter.numel() >= 1024:
-            assert torch.equal(parameter, reduced(before[name], "int8")), name
-        else:
-            assert torch.equal(parameter, before[name]), name
+        want = store(before[name], kept[name]).values() if name in kept else before[name]
+        assert torch.equal(parameter, want), name
 
 
 def of_format(format: Format, weights: str) -> Manifest:
@@ -87,6 +60,22 @@ def test_a_program_is_held_to_its_eager_model_and_to_the_float_one(weights: str)
 def test_a_float32_program_is_held_to_the_logits_themselves() -> None:
     with pytest.raises(VerificationError, match=r"max \|difference\| <= 0\.01"):
         verify.judge([comparison(verify.EAGER, 0.0, "coreai")], of_format("coreai", "float32"), 0.1)
+
+
+def test_a_config_that_keeps_other_matrices_is_not_the_bundles(tmp_path: Path) -> None:
+    manifest = of_format("coreml", "int4")
+    kept = manifest.program.model_copy(update={"keep_int8": ("v_proj",)})
+    manifest = manifest.model_copy(update={"programs": (kept,)})
+    config = ExportConfig(
+        name="toy",
+        checkpoint=CheckpointConfig(path=tmp_path),
+        quantization=manifest.quantization,
+        coreml=CoreMLOptions(weights="int4", keep_int8=("v_proj",)),
+    )
+    verify.check_same_source(manifest, manifest.source, config)
+    other = config.model_copy(update={"coreml": CoreMLOptions(weights="int4")})
+    with pytest.raises(BundleError, match=r"got coreml\.keep_int8 \('embed_tokens', .* expected \('v_proj',\)"):
+        verify.check_same_source(manifest, manifest.source, other)
 
 
 def test_each_program_has_its_own_baseline() -> None:

@@ -4,11 +4,12 @@ Importing it without its packages raises MissingPackageError: they are an option
 back end is to hear of it before any work is done.
 """
 
-from exporter.backends.coreai.build import VERSIONS, build, kernels
+from exporter.backends.coreai.build import VERSIONS, beside, build, kernels
 from exporter.backends.coreai.checks import check_file
 from exporter.backends.coreai.description import describe
+from exporter.backends.coreai.program import Asset as read_file
 from exporter.optional import require
 
 require(VERSIONS, "coreai")
 
-__all__ = ["VERSIONS", "build", "check_file", "describe", "kernels"]
+__all__ = ["VERSIONS", "beside", "build", "check_file", "describe", "kernels", "read_file"]

@@ -15,6 +15,7 @@ from exporter.backends import Built, Step
 from exporter.backends.coreai.checks import check_file
 from exporter.backends.coreai.convert import convert
 from exporter.backends.coreai.description import describe
+from exporter.backends.coreai.program import Asset
 from exporter.backends.coreai.ranges import record_ranges
 from exporter.cache.interface import CacheKernels
 from exporter.cache.plain import PlainKernels
@@ -24,7 +25,8 @@ from exporter.graph.fx_flow import flow_of
 from exporter.graph.provenance import Trace
 from exporter.model.decoder import Decoder
 from exporter.programs import METHODS, Limits, Method, method_spec, trace
-from exporter.spec import IDS_DTYPES, CheckResult, CoreAIOptions, ProgramSpec
+from exporter.quantization.matrices import Storage, grids_of
+from exporter.spec import IDS_DTYPES, CheckResult, CoreAIOptions, Manifest, ProgramSpec
 
 PROGRAM_FILE = "model.aimodel"
 METADATA_FILE = "metadata.json"
@@ -39,7 +41,7 @@ def kernels() -> CacheKernels:
 
 
 def build(decoder: Decoder, limits: Limits, options: CoreAIOptions, directory: Path, step: Step) -> Built:
-    """See `Backend.build`. Writes `PROGRAM_FILE` and, for Apple's runtime, `METADATA_FILE` beside it.
+    """See `Backend.build`.
 
     Raises:
         MissingPackageError: Core AI's packages are not installed.
@@ -50,37 +52,39 @@ def build(decoder: Decoder, limits: Limits, options: CoreAIOptions, directory: P
         method: ProgramContract(method, method_spec(decoder, method, limits, IDS_DTYPE), decoder.states)
         for method in METHODS
     }
+    grids = grids_of(decoder, Storage("coreai", options.weights, options.keep_int8))
     with step("trace for Core AI"):
         programs = {method: trace(decoder, method, limits, IDS_DTYPE) for method in METHODS}
         checks = check_traced(programs, contracts)
     with step("convert to Core AI") as detail, contextlib.redirect_stdout(io.StringIO()):
-        program = convert(programs, {method: own.interface for method, own in contracts.items()}, options.weights)
+        program = convert(programs, {method: own.interface for method, own in contracts.items()}, grids)
         record_ranges(program.save_asset(directory / PROGRAM_FILE), contracts.values())
         del program, programs
         size = sum(file.stat().st_size for file in (directory / PROGRAM_FILE).iterdir())
         detail(f"{size / 1e6:.0f} MB")
     with step("check Core AI program") as detail:
-        lowered = check_file(directory / PROGRAM_FILE, list(contracts.values()))
+        asset = Asset(directory / PROGRAM_FILE)
+        lowered = check_file(asset, list(contracts.values()))
         refuse_failed(lowered)
         detail(f"{len(lowered)} checks passed")
-    operators = {name for function in describe(directory / PROGRAM_FILE).functions for name in function.operators}
+    operators = {name for function in describe(asset).functions for name in function.operators}
     spec = ProgramSpec(
         format="coreai",
         file=PROGRAM_FILE,
         weights=options.weights,
+        keep_int8=options.keep_int8,
         states=decoder.states,
         methods={method: own.interface for method, own in contracts.items()},
         runtime=f"coreai-core-{version('coreai-core')}-interpreter",
         operators=tuple(sorted(operators)),
     )
-    write_metadata(directory, decoder, limits)
     return Built(spec, (*checks, *lowered))
 
 
 def check_traced(
     programs: Mapping[Method, ExportedProgram], contracts: Mapping[Method, ProgramContract]
 ) -> list[CheckResult]:
-    """What only the traced programs can show: the asset does not record the ranges of its dynamic axes, and its large
+    """What only the traced programs can show: the asset's program does not record the ranges of dynamic axes, and large
     constants are out of reach.
 
     Raises:
@@ -96,20 +100,20 @@ def check_traced(
     return results
 
 
-def write_metadata(directory: Path, decoder: Decoder, limits: Limits) -> None:
+def beside(manifest: Manifest) -> dict[str, str]:
     """Apple's `metadata.json`, which finds `tokenizer/` beside itself."""
     metadata = {
         "metadata_version": "0.2",
         "kind": "llm",
-        "name": decoder.spec.family,
-        "assets": {"main": PROGRAM_FILE},
+        "name": manifest.name,
+        "assets": {"main": manifest.program.file},
         "language": {
             "tokenizer": "tokenizer",
             "embedded_tokenizer": True,
-            "vocab_size": decoder.spec.vocab_size,
-            "max_context_length": limits.max_context_length,
+            "vocab_size": manifest.model.vocab_size,
+            "max_context_length": manifest.max_context_length,
             "function_map": {"main": ["main"], "prompt": ["prefill"]},
-            "states": {state.name: STATE_KINDS[state.kind] for state in decoder.states},
+            "states": {state.name: STATE_KINDS[state.kind] for state in manifest.states},
         },
     }
-    (directory / METADATA_FILE).write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
+    return {METADATA_FILE: json.dumps(metadata, indent=2) + "\n"}

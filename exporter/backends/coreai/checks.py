@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
 from exporter.backends.coreai.bytecode import StoredBlobs, stored_blobs
 from exporter.backends.coreai.flow import StateFlow, flow_of_function, layer_states
 from exporter.backends.coreai.landing import write_index_is_definition, writes_land_on_their_rows
-from exporter.backends.coreai.program import BYTECODE, Argument, Function, read_program
-from exporter.backends.coreai.ranges import ranges_of, recorded_ranges
+from exporter.backends.coreai.program import BYTECODE, Argument, Asset, Function
+from exporter.backends.coreai.ranges import ranges_of
 from exporter.errors import GraphContractError
 from exporter.graph.checks_flow import (
     conv_order,
@@ -31,16 +30,14 @@ from exporter.spec import CheckResult, TensorSpec
 ELEMENTS = {"float32": "f32", "int32": "si32", "float16": "f16"}
 
 
-def check_file(path: Path, contracts: Sequence[ProgramContract]) -> list[CheckResult]:
-    """Check the `.aimodel` at `path` against one contract for each method, over the stacked states.
+def check_file(file: Asset, contracts: Sequence[ProgramContract]) -> list[CheckResult]:
+    """Check an asset against one contract for each method, over the stacked states.
 
     Raises:
-        MissingPackageError: coreai-core is not installed.
-        BundleError: the asset cannot be read.
+        BundleError: its constants cannot be read.
         GraphContractError: its functions are not those of the contracts.
     """
-    functions = read_program(path)
-    got, expected = (", ".join(sorted(names)) for names in (functions, (c.method for c in contracts)))
+    got, expected = (", ".join(sorted(names)) for names in (file.functions, (c.method for c in contracts)))
     if got != expected:
         raise GraphContractError(
             "graph checks",
@@ -48,10 +45,10 @@ def check_file(path: Path, contracts: Sequence[ProgramContract]) -> list[CheckRe
             expected=f"the functions {expected}",
             repair="Give one contract for each function of the asset.",
         )
-    results, ranges = [], recorded_ranges(path)
+    results = []
     for contract in contracts:
-        results += check_function(functions[contract.method], contract, ranges.get(contract.method))
-    return [*results, weights_stored_once(stored_blobs(path / BYTECODE), contracts[0])]
+        results += check_function(file.functions[contract.method], contract, file.ranges.get(contract.method))
+    return [*results, weights_stored_once(stored_blobs(file.path / BYTECODE), contracts[0])]
 
 
 def check_function(

@@ -15,28 +15,32 @@ from typing import Any
 from torch.export import ExportedProgram
 
 from exporter.backends.coreai.library import library
-from exporter.backends.coreai.weights import Weights, store
+from exporter.backends.coreai.weights import ROOT, converter
 from exporter.errors import UnsupportedModelError
 from exporter.programs import Method
+from exporter.quantization.matrices import Grid
 from exporter.spec import MethodSpec
 
 
 def convert(
-    programs: Mapping[Method, ExportedProgram], interfaces: Mapping[Method, MethodSpec], weights: Weights
+    programs: dict[Method, ExportedProgram], interfaces: Mapping[Method, MethodSpec], grids: Mapping[str, Grid]
 ) -> Any:
-    """The traced methods as one ``AIProgram``, their weights stored as `weights` says; arithmetic stays float32.
+    """The traced methods as one ``AIProgram``, the matrices of `grids` on their grids; arithmetic stays float32.
+    `programs` is emptied on the way.
 
     Raises:
-        MissingPackageError: coreai-torch or, for integer weights, coreai-opt is not installed.
+        MissingPackageError: coreai-torch or, for int4, coreai-opt is not installed.
         UnsupportedModelError: coreai-torch cannot convert an operator of the model.
     """
-    coreai_torch = library("coreai_torch")
-    converter = coreai_torch.TorchConverter(mode=coreai_torch.TorchConverter.Mode.RELEASE)
-    for method in programs:
-        program = without_assertions(programs[method].run_decompositions(coreai_torch.get_decomp_table()))
+    converting = converter(grids)
+    tensors = next(iter(programs.values())).state_dict
+    matrices = {tensors[f"{ROOT}{name}"].data_ptr() for name in grids}
+    decompositions = library("coreai_torch").get_decomp_table()
+    for method in list(programs):
+        program = without_assertions(programs.pop(method).run_decompositions(decompositions))
         names = [tensor.name for tensor in interfaces[method].inputs]
         try:
-            converter.add_exported_program(
+            converting.add_exported_program(
                 program,
                 entrypoint_name=method,
                 input_names=names[:2],
@@ -46,10 +50,11 @@ def convert(
         except ValueError as error:
             raise _refusal(error) from error
     try:
-        converted = converter.to_coreai()
+        converted = converting.to_coreai()
     except (ValueError, NotImplementedError, RuntimeError) as error:
         raise _refusal(error) from error
-    return store(converted, weights)
+    assert set(converting.reduced) == matrices, f"{len(converting.reduced)} of {len(matrices)} matrices were met"
+    return converted
 
 
 def _refusal(error: Exception) -> UnsupportedModelError:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-from exporter.backends.coreai.program import Argument, Function, read_program
-from exporter.backends.coreai.ranges import recorded_ranges
+from exporter.backends.coreai.program import Argument, Asset, Function
 from exporter.describe import FileDescription, FunctionDescription, Row
 
 DTYPES = {
@@ -16,20 +14,13 @@ DTYPES = {
 }  # fmt: skip
 
 
-def describe(path: Path) -> FileDescription:
-    """The functions of the asset at `path`, and its weights by precision.
-
-    Raises:
-        MissingPackageError: coreai-core is not installed.
-        BundleError: the asset cannot be read.
-    """
-    functions = read_program(path)
-    ranges = recorded_ranges(path)
+def describe(file: Asset) -> FileDescription:
+    """The functions of an asset, and its weights by precision."""
     return FileDescription(
         format="coreai",
-        functions=tuple(_function(function, ranges.get(name, {})) for name, function in functions.items()),
-        weight_bytes=weight_bytes(functions),
-        file_bytes=sum(file.stat().st_size for file in path.iterdir()),
+        functions=tuple(_function(function, file.ranges.get(name, {})) for name, function in file.functions.items()),
+        weight_bytes=weight_bytes(file.functions),
+        file_bytes=file.file_bytes,
     )
 
 

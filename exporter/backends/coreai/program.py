@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from exporter.backends.coreai.library import library
+from exporter.backends.coreai.ranges import Ranges, recorded_ranges
 from exporter.errors import BundleError
 
 BYTECODE, HASH = "main.mlirb", "main.hash"
@@ -111,13 +112,26 @@ class Function:
                 yield operation, self.types[operation.results[0]]
 
 
-def read_program(path: Path) -> dict[str, Function]:
-    """The functions of the asset at `path`, by name.
+class Asset:
+    """The asset at `path`; its functions and the ranges recorded for them are read once.
 
     Raises:
         MissingPackageError: coreai-core is not installed.
         BundleError: no asset is there, or it cannot be read.
     """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.functions = _read_functions(path)
+        self.ranges: Ranges = recorded_ranges(path)
+
+    @property
+    def file_bytes(self) -> int:
+        return sum(file.stat().st_size for file in self.path.iterdir())
+
+
+def _read_functions(path: Path) -> dict[str, Function]:
+    """The functions of the asset at `path`, by name."""
     authoring = library("coreai.authoring")
     _check_hash(path)
     try:

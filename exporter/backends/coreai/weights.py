@@ -1,99 +1,110 @@
 """How a converted program keeps its weights. Arithmetic is float32 whatever they are stored as.
 
-This runs on the converted program. Whoever rounds before has the conversion back to float32 folded into the constant;
-what is folded by nobody is ``blockwise_shift_scale``, the operator Core AI has for stored integers, which takes
-float16 as well. So every reduced weight is stored in front of one.
+Every reduced weight is a constant in front of ``blockwise_shift_scale``, the operator Core AI has for stored integers,
+which takes float16 as well; a conversion of a constant back to float32 would be folded into it. It is reduced as soon
+as the converter meets its parameter: the compiler keeps every constant it has ever seen for as long as the program
+lives, and the float32 matrices would be among them.
+
+Letters: N output channels (rows), K input channels, g groups a row.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from exporter.backends.coreai.library import library
-from exporter.backends.coreai.program import constant_value
 from exporter.errors import UnsupportedModelError
+from exporter.quantization.matrices import Grid, store
+from exporter.quantization.modules import pack_nibbles
 
-Weights = Literal["float32", "float16", "int8", "int4"]
-BLOCK = 32
-"""Input channels that share a scale and a zero point in ``int4``."""
-MIN_ELEMENTS = 1024
-"""Constants up to this size (norms, biases, tables of the rotary embedding) stay float32."""
-_READERS = frozenset({"coreai.transpose", "coreai.gather_nd", "coreai.decomposable.broadcasting_batch_matmul"})
+ROOT = "decoder."
+"""Where a traced program has the decoder whose parameters are named."""
 
 
-def store(program: Any, weights: Weights) -> Any:
-    """Store the weights of an ``AIProgram`` as asked, in place, and return it.
+class _Constants(NamedTuple):
+    """The operands of a ``blockwise_shift_scale``, which is ``(data - offset1) * scale + offset2``, as the compiler
+    keeps them."""
 
-    ``float16`` rounds each to nearest. ``int8`` is symmetric per output channel, ``int4`` has a scale and a zero point
-    per `BLOCK` input channels; both are coreai-opt's, rounded to nearest with no data. (Symmetric int4 was nearly
-    twice as far from the float model: a KL divergence of 0.63 nats on Gemma 3 270M, not 0.35.)
+    data: Any
+    scale: Any
+    offset1: Any
+    offset2: Any
 
-    A constant counts as a weight when it has more than `MIN_ELEMENTS` elements and feeds products or a look-up: the
-    embedding and the head too, once when tied.
 
-    Raises:
-        MissingPackageError: integers are asked for and coreai-opt is not installed.
-        UnsupportedModelError: a weight is no finite float16.
+def converter(grids: Mapping[str, Grid]) -> Any:
+    """A ``TorchConverter`` that puts each parameter of the decoder named in `grids` on its grid.
+
+    Its ``to_coreai`` raises UnsupportedModelError where a weight is no finite float16. coreai-torch offers no way to
+    say how a parameter is to be kept; what is overridden here is where it makes a constant of one.
     """
-    if weights == "float16":
-        _store_half(program)
-    elif weights != "float32":
-        tools = library("coreai_opt.coreai_utils")
-        schemes = library("coreai_opt.coreai_utils.common").QScheme
-        int4 = weights == "int4"
-        tools.quantize_weights(
-            program,
-            tools.DType.INT4 if int4 else tools.DType.INT8,
-            qscheme=schemes.ASYMMETRIC if int4 else schemes.SYMMETRIC,
-            granularity=tools.CompressionGranularity["PER_BLOCK" if int4 else "PER_CHANNEL"],
-            block_size=BLOCK,
-            weight_num_threshold=MIN_ELEMENTS,
-            in_place=True,
-        )
-    for constant in list(_constants(program)):
-        if not list(constant.results[0].uses):
-            constant.erase()  # the float32 original, which would be written all the same
-    return program
+    base = library("coreai_torch").TorchConverter
+    operation = library("coreai._compiler.dialects.coreai").ConstantOp
+    shift_scale = library("coreai._compiler.dialects.coreai").blockwise_shift_scale
+
+    class Reducing(base):  # type: ignore[misc, valid-type]
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self.reduced: dict[int, _Constants] = {}
+
+        def _handle_placeholder_op(self, node: Any) -> Any:
+            name = self.exported_program.graph_signature.inputs_to_parameters.get(node.name, "")
+            grid = grids.get(name.removeprefix(ROOT))
+            if grid is None:
+                return super()._handle_placeholder_op(node)
+            weight = self._parameters_map[node.name]
+            key = weight.data_ptr()  # of a tied matrix, and in both functions
+            if key not in self.reduced:
+                self.reduced[key] = _constants(weight, grid)
+            operands = [operation(value=value).result for value in self.reduced[key]]
+            self._values_map[node.name] = shift_scale(*operands)
+            return None
+
+    return Reducing(mode=base.Mode.RELEASE)
 
 
-def _constants(program: Any) -> Iterator[Any]:
-    for graph in program._module._mlir_module.operation.regions[0].blocks[0].operations:
-        for op in graph.regions[0].blocks[0].operations:
-            if op.name == "coreai.constant":
-                yield op
+def _constants(weight: torch.Tensor, grid: Grid) -> _Constants:
+    """float32 ``[N, K]`` to its operands; scales and offsets are ``[N, g]``."""
+    if grid == "float16":
+        one = np.ones((1, 1), dtype=np.float32)
+        half = _half(weight)
+        return _Constants(*map(_attribute, (half, one, np.zeros_like(one, dtype=np.float16), np.zeros_like(one))))
+    stored = store(weight, grid)
+    assert stored.scales is not None, f"{grid} has no scales"
+    scales = stored.scales.numpy()
+    shifts = torch.zeros(scales.shape, dtype=torch.int8) if stored.zero_points is None else stored.zero_points
+    integers = _attribute if grid == "int8" else _nibbles
+    return _Constants(
+        integers(stored.codes.numpy()), _attribute(scales), integers(shifts.numpy()), _attribute(np.zeros_like(scales))
+    )
 
 
-def _store_half(program: Any) -> None:
-    authoring, ir = library("coreai.authoring"), library("coreai._compiler.ir")
-    constant = library("coreai.authoring.constant").constant
-    for op in list(_constants(program)):
-        kind, readers = op.results[0].type, {use.owner.name for use in op.results[0].uses}
-        if str(kind.element_type) != "f32" or math.prod(kind.shape) <= MIN_ELEMENTS or not readers <= _READERS:
-            continue
-        half = _half(constant_value(op)).reshape(tuple(kind.shape))
-        one = np.ones([1] * half.ndim, dtype=np.float32)
-        with op.context, op.location, ir.InsertionPoint(op):
-            whole = authoring.blockwise_shift_scale(
-                data=constant(half),
-                scale=constant(one),
-                offset1=constant(np.zeros_like(one, dtype=np.float16)),
-                offset2=constant(np.zeros_like(one)),
-            )._to_mlir()
-        op.results[0].replace_all_uses_with(whole)
+def _attribute(values: np.ndarray) -> Any:
+    """An array as a constant; equal ones are one in the file, and one of equal numbers takes no room."""
+    return library("coreai._compiler.dialects.coreai.constant").create_constant_attr(values)
 
 
-def _half(weight: np.ndarray) -> np.ndarray:
+def _nibbles(codes: np.ndarray) -> Any:
+    """int8 in -8 .. 7 as a constant of 4-bit integers, of which numpy has none that the compiler takes."""
+    ir, constants = library("coreai._compiler.ir"), library("coreai._compiler.dialects.coreai.constant")
+    integer = ir.IntegerType.get_signed(4)
+    kind = ir.RankedTensorType.get(codes.shape, integer)
+    if codes.min() == codes.max():
+        return ir.DenseElementsAttr.get_splat(kind, ir.IntegerAttr.get(integer, int(codes.flat[0])))
+    packed = pack_nibbles(torch.from_numpy(codes.reshape(1, -1))) ^ 0x88  # two's complement, not counted from -8
+    return constants.create_elements_attr(ir.Location.unknown(), kind, packed.numpy())
+
+
+def _half(weight: torch.Tensor) -> np.ndarray:
     """`weight` rounded to float16."""
-    with np.errstate(over="ignore"):
-        half = weight.astype(np.float16)
+    half = weight.half().numpy()
     if not (np.isfinite(half.max()) and np.isfinite(half.min())):  # a mask of so many numbers would take memory
         raise UnsupportedModelError(
             "Core AI weights",
-            got=f"a weight of magnitude {float(np.abs(weight).max()):.3g}",
+            got=f"a weight of magnitude {float(weight.abs().max()):.3g}",
             expected=f"at most {float(np.finfo(np.float16).max):.0f}, the largest float16",
             repair="Set coreai.weights to float32.",
         )

@@ -8,27 +8,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from exporter.backends.coreml.program import VERSIONS, build, kernels
+from exporter.backends.coreml.program import VERSIONS, beside, build, kernels
 from exporter.describe import FileDescription
 from exporter.graph.contract import ProgramContract
 from exporter.optional import require
 from exporter.spec import CheckResult
 
+if TYPE_CHECKING:
+    from exporter.backends.coreml.package import Package
+
 require(VERSIONS, "coreml")
 
-__all__ = ["VERSIONS", "build", "check_file", "describe", "kernels"]
+__all__ = ["VERSIONS", "beside", "build", "check_file", "describe", "kernels", "read_file"]
 
 
-def check_file(path: Path, contracts: Sequence[ProgramContract]) -> list[CheckResult]:
+def read_file(path: Path) -> Package:
+    """See `SelfDescribing.read_file`."""
+    from exporter.backends.coreml.package import Package
+
+    return Package(path)
+
+
+def check_file(file: Package, contracts: Sequence[ProgramContract]) -> list[CheckResult]:
     """See `SelfDescribing.check_file`."""
-    from exporter.backends.coreml import checks
+    from exporter.backends.coreml.checks import check_package
 
-    return checks.check_file(path, contracts)
+    return check_package(file, contracts)
 
 
-def describe(path: Path) -> FileDescription:
+def describe(file: Package) -> FileDescription:
     """See `SelfDescribing.describe`."""
     from exporter.backends.coreml.description import describe_package
 
-    return describe_package(path)
+    return describe_package(file)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from pathlib import Path
 
 from exporter.backends.coreml.checks_values import exact_index_arithmetic, finite_constants, last_token_logits_only
 from exporter.backends.coreml.checks_writes import write_index_is_definition
@@ -29,13 +28,6 @@ from exporter.spec import CheckResult
 _ROWS = frozenset({"slice_update", "slice_by_index"})
 MOST_READS = 2
 """A state is read once for what it held and, where a method attends after the write, once more for what it holds."""
-
-
-def check_file(
-    path: Path, contracts: Sequence[ProgramContract], limits: FileLimits = DEFAULT_LIMITS
-) -> list[CheckResult]:
-    """See `SelfDescribing.check_file`."""
-    return check_package(Package(path), contracts, limits)
 
 
 def check_package(

@@ -8,7 +8,7 @@ Letters: N output channels (rows), K input channels, E entries of a palette.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,38 +18,46 @@ from coremltools.converters.mil.mil import Program, types
 from coremltools.converters.mil.mil.scope import ScopeInfo
 
 from exporter.backends.coreml.convert import memory_of
-from exporter.quantization.grids import int4_per_group, int8_per_row
-from exporter.quantization.palettes import palettize
-from exporter.quantization.rounding import BLOCK, LEAST_SIZE
+from exporter.quantization.matrices import Grid, store
 
-COMPRESSED = frozenset({"int8", "int4", "palettized4"})
-"""The options of `CoreMLOptions` that are made here."""
 _MATRICES = {("linear", "weight"), ("gather", "x")}
 
 Emit = Callable[..., Any]
 
 
-def compress(program: Program, weights: str) -> int:
-    """Replace the matrices of every function of `program`; returns how many different ones there were.
+def compress(program: Program, twin: torch.nn.Module, grids: Mapping[str, Grid]) -> int:
+    """Put the matrices of every function of `program` on their grids; returns how many different ones there were.
 
-    `int8` is symmetric per row, `int4` symmetric per block of 32 columns (rows of other lengths become int8),
-    `palettized4` 16 values for every row.
+    Args:
+        program: converted over the memory of `twin`, by which its constants are known.
+        twin: the decoder as it was traced.
+        grids: the grid of every matrix, by its parameter's name in the decoder.
     """
-    assert weights in COMPRESSED, f"{weights} is made elsewhere"
+    by_memory = {parameter.data_ptr(): grids[name] for name, parameter in _named_as_decoder(twin) if name in grids}
     known: dict[tuple[Any, ...], Emit] = {}
     for function in program.functions.values():
         with function:
             for op in [op for op in function.operations if _is_matrix(op)]:
                 key = memory_of(op.outputs[0].val)
+                grid = by_memory.get(key[0])
+                if grid is None:
+                    continue
                 if key not in known:
-                    known[key] = _compressed(torch.from_numpy(np.array(op.outputs[0].val, dtype=np.float32)), weights)
+                    known[key] = _compressed(torch.from_numpy(np.array(op.outputs[0].val, dtype=np.float32)), grid)
                 with mb.scope(*(ScopeInfo(source=source, data=data) for source, data in op.scopes.items())):
-                    expanded = known[key](before_op=op, name=f"{op.name}_{weights}")
+                    expanded = known[key](before_op=op, name=f"{op.name}_{grid}")
                 function.replace_uses_of_var_after_op(
                     anchor_op=op, old_var=op.outputs[0], new_var=expanded, force_replace=True
                 )
                 function.remove_ops([op])
+    assert len(known) == len(by_memory), f"{len(known)} of {len(by_memory)} matrices are in the program"
     return len(known)
+
+
+def _named_as_decoder(twin: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The parameters under the names they have without the casts around their modules."""
+    for name, parameter in twin.named_parameters(remove_duplicate=False):
+        yield name.replace(".inner.", "."), parameter
 
 
 def _is_matrix(op: Any) -> bool:
@@ -58,22 +66,17 @@ def _is_matrix(op: Any) -> bool:
     value = op.outputs[0].val
     uses = {(user.op_type, name) for user in op.outputs[0].child_ops for name, v in user.inputs.items()
             if v is op.outputs[0]}  # fmt: skip
-    return value.ndim == 2 and value.dtype == np.float16 and value.size >= LEAST_SIZE and bool(uses & _MATRICES)
+    return value.ndim == 2 and value.dtype == np.float16 and bool(uses & _MATRICES)
 
 
-def _compressed(weight: torch.Tensor, weights: str) -> Emit:
+def _compressed(weight: torch.Tensor, grid: Grid) -> Emit:
     """float32 ``[N, K]`` to what emits its operator; the arrays are shared by all it emits."""
-    columns = weight.shape[1]
-    if weights == "palettized4":
-        indices, palettes = palettize(weight)
-        table = palettes.half().reshape(len(palettes), 1, -1, 1).numpy()
-        codes = indices.numpy().astype(types.np_uint4_dtype)
-        return lambda **where: mb.constexpr_lut_to_dense(indices=codes, lut=table, **where)
-    if weights == "int4" and columns % BLOCK == 0:
-        integers, scales = int4_per_group(weight, BLOCK)
-        data = integers.numpy().astype(types.np_int4_dtype)
-    else:
-        integers, row_scales = int8_per_row(weight)
-        data, scales = integers.numpy(), row_scales[:, None]
-    steps = scales.half().numpy()
+    stored = store(weight, grid)
+    if stored.palettes is not None:
+        table = stored.palettes.half().reshape(len(stored.palettes), 1, -1, 1).numpy()
+        indices = stored.codes.numpy().astype(types.np_uint4_dtype)
+        return lambda **where: mb.constexpr_lut_to_dense(indices=indices, lut=table, **where)
+    assert stored.scales is not None and stored.zero_points is None, f"{grid} is not symmetric"
+    data = stored.codes.numpy() if grid == "int8" else stored.codes.numpy().astype(types.np_int4_dtype)
+    steps = stored.scales.half().numpy()
     return lambda **where: mb.constexpr_blockwise_shift_scale(data=data, scale=steps, **where)

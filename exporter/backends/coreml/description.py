@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 from exporter.backends.coreml.package import Function, Package
@@ -14,9 +13,8 @@ _ARRAY_DTYPES = {65568: "float32", 65600: "float64", 65552: "float16", 131104: "
 _COMPRESSED = "constexpr_"
 
 
-def describe_package(path: Path) -> FileDescription:
+def describe_package(package: Package) -> FileDescription:
     """See `SelfDescribing.describe`."""
-    package = Package(path)
     functions = package.functions()
     descriptions = package.descriptions()
     return FileDescription(

@@ -10,7 +10,8 @@ from exporter.cache.interface import CacheKernels
 from exporter.graph.contract import ProgramContract, refuse_failed
 from exporter.model.decoder import Decoder
 from exporter.programs import METHODS, Limits, Method, method_spec
-from exporter.spec import IDS_DTYPES, CoreMLOptions, MethodSpec, ProgramSpec
+from exporter.quantization.matrices import Storage, grids_of
+from exporter.spec import IDS_DTYPES, CoreMLOptions, Manifest, MethodSpec, ProgramSpec
 
 PROGRAM_FILE = "model.mlpackage"
 VERSIONS = ("coremltools",)
@@ -22,17 +23,23 @@ def kernels() -> CacheKernels:
     return CoremlKernels()
 
 
+def beside(manifest: Manifest) -> dict[str, str]:
+    return {}
+
+
 def build(decoder: Decoder, limits: Limits, options: CoreMLOptions, directory: Path, step: Step) -> Built:
     """See `Backend.build`; `decoder` is left as it is."""
     from exporter.backends.coreml import convert, cures
-    from exporter.backends.coreml.checks import check_file
-    from exporter.backends.coreml.compress import COMPRESSED, compress
+    from exporter.backends.coreml.checks import check_package
+    from exporter.backends.coreml.compress import compress
     from exporter.backends.coreml.description import describe_package
+    from exporter.backends.coreml.package import Package
     from exporter.backends.coreml.precision import FLOAT32, SHIPPED, in_precision
     from exporter.backends.coreml.stateful import trace_stateful
 
     path = directory / PROGRAM_FILE
     interfaces: dict[str, MethodSpec] = {method: interface_of(decoder, method, limits) for method in METHODS}
+    grids = grids_of(decoder, Storage("coreml", options.weights, options.keep_int8))
     rounded = in_precision(decoder, FLOAT32 if options.weights == "float32" else SHIPPED)
     functions = {}
     for method in METHODS:
@@ -42,24 +49,26 @@ def build(decoder: Decoder, limits: Limits, options: CoreMLOptions, directory: P
             functions[method] = convert.to_mil(traced)
         del traced
     program = convert.merge(functions)
-    if options.weights in COMPRESSED:
+    if grids:
         with step(f"weights to {options.weights}") as detail:
-            detail(f"{compress(program, options.weights)} matrices")
+            detail(f"{compress(program, rounded, grids)} matrices")
     with step("write package") as detail:
         convert.share_memory(program)
         convert.save(program, path)
         del program, functions, rounded
     with step("check package") as detail:
         contracts = [ProgramContract(method, interfaces[method], decoder.states) for method in METHODS]
-        checks = check_file(path, contracts)
+        package = Package(path)
+        checks = check_package(package, contracts)
         refuse_failed(checks)
-        description = describe_package(path)
+        description = describe_package(package)
         detail(f"{len(checks)} checks passed, {description.file_bytes / 1e6:.0f} MB")
     operators = sorted({name for function in description.functions for name in function.operators})
     spec = ProgramSpec(
         format="coreml",
         file=PROGRAM_FILE,
         weights=options.weights,
+        keep_int8=options.keep_int8,
         states=decoder.states,
         methods=interfaces,
         runtime=RUNTIME,

@@ -2,6 +2,6 @@
 
 from exporter.backends.executorch.cache import ExecutorchKernels
 from exporter.backends.executorch.lower import lower
-from exporter.backends.executorch.program import VERSIONS, build, kernels
+from exporter.backends.executorch.program import VERSIONS, beside, build, kernels
 
-__all__ = ["VERSIONS", "ExecutorchKernels", "build", "kernels", "lower"]
+__all__ = ["VERSIONS", "ExecutorchKernels", "beside", "build", "kernels", "lower"]

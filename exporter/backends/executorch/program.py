@@ -23,7 +23,7 @@ from exporter.graph.contract import delegated_floor
 from exporter.model.decoder import Decoder
 from exporter.programs import METHODS, Limits, Method, method_spec, trace
 from exporter.quantization import quantize
-from exporter.spec import CheckResult, ProgramSpec, QuantizationSpec
+from exporter.spec import CheckResult, Manifest, ProgramSpec, QuantizationSpec
 
 PROGRAM_FILE = "model.pte"
 VERSIONS = ("executorch", "torchao")
@@ -31,6 +31,10 @@ VERSIONS = ("executorch", "torchao")
 
 def kernels() -> CacheKernels:
     return ExecutorchKernels()
+
+
+def beside(manifest: Manifest) -> dict[str, str]:
+    return {}
 
 
 def build(decoder: Decoder, limits: Limits, options: QuantizationSpec, directory: Path, step: Step) -> Built:
