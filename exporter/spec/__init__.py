@@ -22,6 +22,7 @@ from exporter.spec.manifest import (
     Manifest,
     MethodSpec,
     ProgramSpec,
+    PRESETS,
     QuantizationSpec,
     SourceSpec,
     TensorSpec,

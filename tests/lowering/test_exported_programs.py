@@ -24,7 +24,6 @@ from exporter.graph import read_pte, stored_weights
 from exporter.model.mlp import gelu_tanh
 from exporter.programs import METHODS, trace
 from exporter.progress import Progress
-from exporter.quantization import quantize
 from runtime_ref.session import Session
 
 FLOAT_BUNDLES = ("tiny_bundle", "slack_bundle", "llama_bundle")
@@ -36,9 +35,8 @@ LOGITS, STATES = 1e-4, 5e-5
 def sessions(bundle: Path) -> tuple[Session, Session]:
     """The shipped program, and the eager decoder it was traced from on plain caches."""
     source = pipeline.open_source(load_config(bundle.with_suffix(".yaml")))
-    decoder = pipeline.target_decoder(source, "executorch", Progress.silent())
-    quantize(decoder, source.config.quantization)
     manifest = read_bundle(bundle).manifest
+    decoder = pipeline.program_decoder(source, "executorch", bundle, manifest.tokenizer, Progress.silent())
     return runtime_ref.load(bundle), verify.eager_session(manifest, decoder.with_kernels(PlainKernels()))
 
 
