@@ -106,7 +106,7 @@ class Decoder(torch.nn.Module):
             own = [
                 states[i].narrow(0, place, 1) if len(self.states[i].layers) > 1 else states[i] for i, place in places
             ]
-            hidden = self.apply_layer(n, hidden, turns, own, offset, write_first)
+            hidden = self.apply_layer(n, hidden, turns, own, offset=offset, write_first=write_first)
         return hidden
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -121,7 +121,7 @@ class Decoder(torch.nn.Module):
 
     def apply_layer(
         self, n: int, hidden: torch.Tensor, turns: list[tuple[torch.Tensor, torch.Tensor]],
-        own: list[torch.Tensor], offset: int, write_first: bool,
+        own: list[torch.Tensor], *, offset: int, write_first: bool,
     ) -> torch.Tensor:  # fmt: skip
         """Layer n alone, ``[1, Q, D]`` to ``[1, Q, D]``; `own` are its states, in the order of the plan."""
         layer, rope = self.layers[n], self.rotary_index[n]

@@ -139,7 +139,9 @@ def observe(
         ]
         for start, end in chunks:
             turns = twin.turns(end - start, start)
-            hidden[:, start:end] = twin.apply_layer(n, hidden[:, start:end], turns, own, start, False)
+            hidden[:, start:end] = twin.apply_layer(
+                n, hidden[:, start:end], turns, own, offset=start, write_first=False
+            )
         for hook in hooks:
             hook.remove()
         yield n, found

@@ -18,9 +18,7 @@ ROWS_AT_A_TIME = 2048  # a group of them, transposed, stays in the cache
 
 
 @torch.no_grad()
-def int4_by_gptq(
-    weight: torch.Tensor, moments: torch.Tensor, group_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def int4_by_gptq(weight: torch.Tensor, moments: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 ``[N, K]`` to the grid of `grids.int4_per_group`: int8 ``[N, K]`` in -8 .. 7 and bfloat16 values as
     float32 scales ``[N, g]``.
 

@@ -9,6 +9,8 @@ lowering, and eager runs the same operators as the exported program.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.ao.quantization.fx import _decomposed  # noqa: F401  registers quantized_decomposed::*
 from torch.nn import functional as F
@@ -16,6 +18,8 @@ from torch.nn import functional as F
 from exporter.quantization import grids
 
 QD = torch.ops.quantized_decomposed
+WEIGHTS_AT_A_TIME = 2**25
+"""As many are dequantised at once by eager: the float copy of a head would be larger than the quantised model."""
 
 
 class QuantizedLinear(torch.nn.Module):
@@ -39,21 +43,28 @@ class QuantizedLinear(torch.nn.Module):
 
     def dequantized(self) -> torch.Tensor:
         """float32 ``[N, K]``."""
+        return self._dequantize(self.weight, self.scales, self.zero_points)
+
+    def _dequantize(self, weight: torch.Tensor, scales: torch.Tensor, zero_points: torch.Tensor) -> torch.Tensor:
         if self.group_size is None:
             return QD.dequantize_per_channel(
-                self.weight, self.scales, self.zero_points, 0, -grids.INT8_MAX, grids.INT8_MAX, torch.int8
+                weight, scales, zero_points, 0, -grids.INT8_MAX, grids.INT8_MAX, torch.int8
             )
         return QD.dequantize_per_channel_group(
-            self.weight, self.scales, self.zero_points, grids.INT4_MIN, grids.INT4_MAX, torch.int8, self.group_size,
-            torch.float32,
-        )  # fmt: skip
+            weight, scales, zero_points, grids.INT4_MIN, grids.INT4_MAX, torch.int8, self.group_size, torch.float32
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[1, Q, K]`` to ``[1, Q, N]``."""
         scale, zero_point = QD.choose_qparams_per_token_asymmetric(x, torch.int8)
         quantized = QD.quantize_per_token(x, scale, zero_point, -128, 127, torch.int8)
         rounded = QD.dequantize_per_token(quantized, scale, zero_point, -128, 127, torch.int8, torch.float32)
-        return F.linear(rounded, self.dequantized(), self.bias)
+        rows = max(1, WEIGHTS_AT_A_TIME // self.weight.shape[1])
+        if torch.compiler.is_exporting() or len(self.weight) <= rows:
+            return F.linear(rounded, self.dequantized(), self.bias)
+        parts = zip(*(part.split(rows) for part in (self.weight, self.scales, self.zero_points)), strict=True)
+        outputs = torch.cat([F.linear(rounded, self._dequantize(*part)) for part in parts], -1)
+        return outputs if self.bias is None else outputs + self.bias
 
 
 class SplitLinear(torch.nn.Module):
@@ -61,7 +72,7 @@ class SplitLinear(torch.nn.Module):
 
     def __init__(self, *parts: QuantizedLinear) -> None:
         super().__init__()
-        self.parts = torch.nn.ModuleList(parts)
+        self.parts: Sequence[QuantizedLinear] = torch.nn.ModuleList(parts)  # type: ignore[assignment]
 
     def dequantized(self) -> torch.Tensor:
         """float32 ``[N, K]``."""
@@ -84,9 +95,7 @@ class QuantizedEmbedding(torch.nn.Module):
     scales: torch.Tensor
     residual: QuantizedEmbedding | None
 
-    def __init__(
-        self, weight: torch.Tensor, scales: torch.Tensor, residual: QuantizedEmbedding | None = None
-    ) -> None:
+    def __init__(self, weight: torch.Tensor, scales: torch.Tensor, residual: QuantizedEmbedding | None = None) -> None:
         super().__init__()
         self.register_buffer("weight", weight)
         self.register_buffer("scales", scales)

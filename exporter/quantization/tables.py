@@ -104,7 +104,8 @@ def residual_of(weight: torch.Tensor, part: QuantizedLinear) -> QuantizedEmbeddi
         rounded = (left / own.float()[..., None]).round_().clamp_(grids.INT4_MIN, grids.INT4_MAX)
         return pack_nibbles(rounded.view(rows.shape).to(torch.int8)), own
 
-    return QuantizedEmbedding(*in_blocks(block, weight, part.weight, part.scales))
+    packed, own_scales = in_blocks(block, weight, part.weight, part.scales)
+    return QuantizedEmbedding(packed, own_scales)
 
 
 def int8_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,9 +114,7 @@ def int8_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes, scales
 
 
-def in_blocks(
-    function: Callable[..., tuple[torch.Tensor, ...]], *tables: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
+def in_blocks(function: Callable[..., tuple[torch.Tensor, ...]], *tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """`function` over `ROWS_AT_A_TIME` rows of `tables` at a time, which all have as many rows as it returns."""
     wholes: tuple[torch.Tensor, ...] = ()
     for start in range(0, len(tables[0]), ROWS_AT_A_TIME):

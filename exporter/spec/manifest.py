@@ -66,7 +66,7 @@ PRESETS: dict[str, QuantizationSpec] = {
     ),
 }
 """What a config may name instead of a mapping, by what it promises (docs/quantization.md has what was measured):
-`accurate` within 0.01 nats of the float model's negative log-likelihood, `balanced` within 0.02, `small` within 0.10."""
+`accurate` within 0.01 nats of the float model's negative log-likelihood, `balanced` within 0.02, `small` within 0.1."""
 
 
 class TensorSpec(Spec):

@@ -10,7 +10,15 @@ import pytest
 import torch
 from executorch.backends.xnnpack.operators.node_visitor import NodeVisitor
 from tiny_models import (  # noqa: F401
-    MLP, SPECS, attention, decoder_of, model, one_thread, play, states_of, token_ids,
+    MLP,
+    SPECS,
+    attention,
+    decoder_of,
+    model,
+    one_thread,
+    play,
+    states_of,
+    token_ids,
 )  # fmt: skip
 
 from exporter.errors import ConfigError
@@ -165,7 +173,9 @@ def test_bits_a_weight() -> None:
     read = sum(linear_bits(n, k, 8) for n, k in linears) + 32 * norms
     read += linear_bits(ROWS, 64, 8) + linear_bits(97 - ROWS, 64, 4)
     residual = linear_bits(97 - ROWS, 64, 4)
-    assert bits.read == pytest.approx(read / everything) and bits.stored == pytest.approx((read + residual) / everything)
+    assert bits.read == pytest.approx(read / everything) and bits.stored == pytest.approx(
+        (read + residual) / everything
+    )
 
     untied = model(attention(8), feed_forward=MLP, tie_word_embeddings=False)
     bits = weight_bits(quantized(untied, QuantizationSpec(head="int4", embedding="int8")))

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import (  # noqa: F401
-    SPECS, attention, decoder_of, model, one_thread, play, randomize, states_of, token_ids,
+    SPECS,
+    attention,
+    decoder_of,
+    model,
+    one_thread,
+    play,
+    randomize,
+    states_of,
+    token_ids,
 )  # fmt: skip
 from toy import BOS, byte_tokenizer
 
