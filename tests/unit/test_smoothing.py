@@ -153,3 +153,10 @@ def test_calibration_ids_are_the_same_every_time_and_never_those_compared_on(tmp
     compared = {" ".join(p.split()) for p in english_text().split("\n\n")}
     own = [" ".join(p.split()) for p in calibration_text().split("\n\n")]
     assert not compared & set(own) and len(" ".join(own)) > 6 * calibration.TOKENS
+
+
+def test_a_model_over_int8_caches_is_observed_too() -> None:
+    decoder = decoder_of(FAMILIES["config T"], dtype="int8")
+    exact = observed(decoder_of(FAMILIES["config T"]))
+    for name, inputs in observed(decoder).items():
+        assert (inputs.largest - exact[name].largest).abs().max() < 0.2 * exact[name].largest.max()
