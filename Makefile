@@ -4,9 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROMPT ?= The history of the printing press begins
 MODEL ?= gemma3_270m
+# What bench-peers measures of ours: MODEL=BUNDLE, several of a model if wanted.
+BUNDLES ?= gemma3_270m=bundles/gemma3_270m smollm2_135m=bundles/smollm2_135m
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint real apple clean
+.PHONY: demo test lint real apple peers bench-peers clean
 
 # The environment is rebuilt when a pin changes.
 $(VENV)/.installed: pyproject.toml requirements/constraints.txt requirements/models.txt
@@ -39,6 +41,14 @@ real: $(VENV)/.installed
 # The tables of docs/apple-models.md: Gemma 3 270M in Apple's formats, run here. About two hours.
 apple: $(VENV)/.installed
 	$(BIN)/python scripts/apple_models.py
+
+# Every peer of docs/peers.md in an environment of its own under .peers, and its converted models. About an hour, once.
+peers: $(VENV)/.installed
+	$(BIN)/python scripts/peers/install.py
+
+# The tables of docs/peers.md: our bundles and the peers by turns. About 25 minutes on a machine that does nothing else.
+bench-peers: $(foreach bundle,$(BUNDLES),$(lastword $(subst =, ,$(bundle)))/manifest.json) $(VENV)/.installed
+	$(BIN)/python scripts/bench_peers.py $(addprefix --bundle ,$(BUNDLES))
 
 clean:
 	rm -rf $(VENV) bundles

@@ -144,7 +144,7 @@ def _explain(owner: str, error: ValidationError, root: type[BaseModel]) -> Confi
     expected: list[str] = []
     for item in error.errors():
         place = tuple(item["loc"])
-        name = ".".join(str(part) for part in place) or "the file"
+        name = ".".join(str(part) for part in place)
         if item["type"] == "extra_forbidden":
             where = ".".join(str(part) for part in place[:-1]) or "the top level"
             got.append(f"unknown key {place[-1]!r} in {where}")
@@ -152,8 +152,11 @@ def _explain(owner: str, error: ValidationError, root: type[BaseModel]) -> Confi
         elif item["type"] == "missing":
             got.append(f"no {name}")
             expected.append(f"a value for {name}")
+        elif not place:  # of the file as a whole: every value is right by itself
+            got.append("its keys and values together")
+            expected.append(item["msg"].removeprefix("Value error, "))
         else:
-            got.append(f"{name} = {item['input']!r}" if item["type"] != "value_error" or place else name)
+            got.append(f"{name} = {item['input']!r}")
             expected.append(f"{name}: {item['msg'].removeprefix('Value error, ')}")
     return ConfigError(
         owner, got="; ".join(got), expected="; ".join(dict.fromkeys(expected)), repair="Correct the YAML file."

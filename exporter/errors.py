@@ -6,6 +6,8 @@ code 2. A broken invariant of ours is an `assert`, never a `UserError`.
 
 from __future__ import annotations
 
+from functools import partial
+
 
 class UserError(Exception):
     """A mistake in what the user handed over.
@@ -22,6 +24,11 @@ class UserError(Exception):
     def __init__(self, owner: str, *, got: str, expected: str, repair: str) -> None:
         self.owner, self.got, self.expected, self.repair = owner, got, expected, repair
         super().__init__(f"{owner}: got {got}; expected {expected}. {repair}")
+
+    def __reduce__(self) -> tuple[partial[UserError], tuple[()]]:
+        """Pickled with all its parts, so that it comes back from another process as it was."""
+        parts = {"got": self.got, "expected": self.expected, "repair": self.repair}
+        return partial(type(self), self.owner, **parts), ()
 
 
 class ConfigError(UserError):

@@ -13,7 +13,7 @@ from exporter.describe import FileDescription
 from exporter.errors import BundleError, ConfigError
 from exporter.graph import ProgramContract, check_lowered, read_pte, runtime_registry
 from exporter.graph.contract import EXPORTED_CHECKS
-from exporter.graph.contract_file import ContractFile, ProgramForm
+from exporter.graph.contract_file import LIMIT_CHECKS, ContractFile, ProgramForm
 from exporter.programs import METHODS, Limits, interface
 from exporter.spec import IDS_DTYPES, CheckResult, Format, Manifest, ProgramSpec
 
@@ -99,6 +99,7 @@ def inspect(path: Path, contract: ContractFile | None = None) -> Inspection:
 def _inspect_bundle(path: Path, contract: ContractFile | None) -> Inspection:
     bundle = read_bundle(path)
     manifest = bundle.manifest
+    _refuse_idle_limits(path, [program.format for program in manifest.programs], contract)
     exported, facts, descriptions = _exported(manifest.graph_checks), [], []
     lowered: list[CheckResult] = []
     for program in manifest.programs:
@@ -155,6 +156,7 @@ def _inspect_pte(path: Path, contract: ContractFile | None) -> Inspection:
 
 
 def _inspect_other(path: Path, format: Other, contract: ContractFile | None) -> Inspection:
+    _refuse_idle_limits(path, [format], contract)
     description = self_describing(format).describe(path)
     checks: list[CheckResult] = []
     if contract is not None:
@@ -168,6 +170,22 @@ def _inspect_other(path: Path, format: Other, contract: ContractFile | None) -> 
         checks = _check_other(path, format, _contracts_of_form(contract.program, format))
         _, checks = contract.required([], checks)
     return Inspection(path.name, None, (), tuple(checks), (), (description,))
+
+
+def _refuse_idle_limits(path: Path, formats: Sequence[Format], contract: ContractFile | None) -> None:
+    """Limits are those of a `.pte`: where there is none, nothing would be held to them.
+
+    Raises:
+        ConfigError: the contract has limits and there is no `.pte`.
+    """
+    idle = [key for key in LIMIT_CHECKS if contract is not None and key in contract.model_fields_set]
+    if idle and "executorch" not in formats:
+        raise ConfigError(
+            f"inspect {path.name}",
+            got=f"a contract with {', '.join(idle)}",
+            expected="no limits: they are those of a .pte, which is not here",
+            repair="Leave them out of the contract for this file.",
+        )
 
 
 def _check_other(path: Path, format: Other, contracts: Sequence[ProgramContract]) -> list[CheckResult]:

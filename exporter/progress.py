@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 
+from exporter.machine import peak_memory_bytes
+
 Detail = Callable[[str], None]
-
-
-def peak_memory_bytes() -> int:
-    """The largest resident set this process ever had (``ru_maxrss``: KiB on Linux, bytes on macOS)."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 class Progress:

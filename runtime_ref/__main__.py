@@ -96,10 +96,7 @@ def score(
     from runtime_ref.score import write_scores
 
     tokens = _read_ids(ids)
-    if not out.parent.is_dir():
-        raise ConfigError(
-            "--out", got=f"{out}", expected="a file in a directory that exists", repair="Create the directory first."
-        )
+    _check_parent("--out", out)
     session = load(bundle, format=format)
     typer.echo(session.state.report(), err=True)
     arrays = run_score(session, tokens, prefill=prefill, chunk=chunk, keep_logits=logits)
@@ -130,12 +127,57 @@ def memory(
             kind.kind, str(kind.layers), str(kind.rows), mib(kind.allocated_bytes), mib(kind.used_bytes)
         )  # fmt: skip
     costs = Table("context", "allocated", "full caches", "saved", title="Against full caches")
-    for cost in context_costs(manifest, None if contexts is None else _parse_contexts(contexts)):
+    for cost in context_costs(manifest, None if contexts is None else _parse_lengths("--contexts", contexts)):
         saved = 1 - cost.allocated_bytes / cost.full_bytes
         costs.add_row(str(cost.tokens), mib(cost.allocated_bytes), mib(cost.full_bytes), f"{saved:.0%}")
     console = Console()
     console.print(kinds)
     console.print(costs)
+
+
+@app.command()
+def bench(
+    *,
+    bundle: BundleOption,
+    format: FormatOption = None,
+    threads: Annotated[int, typer.Option(help="Threads that the runtime computes with.")] = 2,
+    prefills: Annotated[
+        str | None, typer.Option(help="Prompt lengths, e.g. 128,512; the usual ones that fit if not given.")
+    ] = None,
+    contexts: Annotated[
+        str | None, typer.Option(help="Tokens in the cache before decoding; the usual ones that fit if not given.")
+    ] = None,
+    nll: Annotated[bool, typer.Option("--nll/--no-nll", help="Score a thousand tokens of English as well.")] = True,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write every figure to this file too.")] = None,
+) -> None:
+    """Measure load, prefill, decode, memory and likelihood, and how near decoding comes to the memory's bandwidth."""
+    from runtime_ref.bench import bench as measure
+    from runtime_ref.bench import english_tokens
+    from runtime_ref.bench_report import tables, write_json
+    from runtime_ref.programs import choose
+
+    opened = choose(read_bundle(bundle), format)
+    lengths = [None if text is None else _parse_lengths(name, text) for name, text in (
+        ("--prefills", prefills), ("--contexts", contexts)
+    )]  # fmt: skip
+    if json_file is not None:
+        _check_parent("--json", json_file)
+    found = measure(
+        opened, english_tokens(opened), threads=threads, prefills=lengths[0], contexts=lengths[1], scoring=nll
+    )
+    console = Console()
+    for table in tables(found):
+        console.print(table)
+    if json_file is not None:
+        write_json(json_file, found)
+
+
+def _check_parent(option: str, path: Path) -> None:
+    """Before any work."""
+    if not path.parent.is_dir():
+        raise ConfigError(
+            option, got=f"{path}", expected="a file in a directory that exists", repair="Create the directory first."
+        )
 
 
 def _read_ids(path: Path) -> list[int]:
@@ -150,16 +192,14 @@ def _read_ids(path: Path) -> list[int]:
     return content
 
 
-def _parse_contexts(text: str) -> list[int]:
+def _parse_lengths(option: str, text: str) -> list[int]:
     try:
-        contexts = [int(part) for part in text.split(",")]
+        lengths = [int(part) for part in text.split(",")]
     except ValueError:
-        contexts = []
-    if not contexts or min(contexts) < 1:
-        raise ConfigError(
-            "--contexts", got=repr(text), expected="positive integers with commas", repair="Write 512,2048."
-        )
-    return contexts
+        lengths = []
+    if not lengths or min(lengths) < 1:
+        raise ConfigError(option, got=repr(text), expected="positive integers with commas", repair="Write 512,2048.")
+    return lengths
 
 
 def main(argv: Sequence[str] | None = None) -> None:

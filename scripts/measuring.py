@@ -5,21 +5,14 @@ from __future__ import annotations
 import datetime
 import json
 import multiprocessing
-import os
-import platform
 import resource
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from exporter.progress import peak_memory_bytes
+from exporter.machine import machine, peak_memory_bytes
 from exporter.quiet import quieten_libraries
-
-
-def resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def cost_of(work: Callable[[], object]) -> dict[str, float]:
@@ -51,13 +44,6 @@ def in_process(work: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str
         raise SystemExit(f"{work.__name__} {arguments} failed") from None
     process.join()
     return result
-
-
-def machine() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    return f"{os.cpu_count()} threads of {cpu}, {memory:.0f} GiB, Python {platform.python_version()}"
 
 
 def measure(

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from measuring import cost_of, measure, resident_bytes, table
+from measuring import cost_of, measure, table
 
+from exporter.machine import resident_bytes
 from exporter.quiet import native_stderr_hidden
 
 ROOT = Path(__file__).resolve().parent.parent

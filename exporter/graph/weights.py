@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
+import numpy as np
+
 from exporter.graph.pte_plan import Blob, PteFile
 
 
@@ -39,3 +41,18 @@ def stored_weights(data: bytes, file: PteFile) -> StoredWeights:
         duplicate_bytes=sum(blobs[0].size * (len(blobs) - 1) for blobs in duplicates),
         duplicates=duplicates,
     )
+
+
+SMALL = 4096
+"""Below this size, two constants may well hold the same few numbers."""
+
+
+def orderless_digest(content: memoryview) -> bytes:
+    """A digest that does not mind the order of the numbers, so that a transposed copy is known again: they are counted
+    by half bytes, the smallest number there is."""
+    counts = np.zeros(256, dtype=np.int64)
+    values = np.frombuffer(content, dtype=np.uint8)
+    for start in range(0, len(values), 1 << 24):  # what bincount takes is eight times as large
+        counts += np.bincount(values[start : start + (1 << 24)], minlength=256)
+    table = counts.reshape(16, 16)
+    return hashlib.blake2b((table.sum(0) + table.sum(1)).tobytes(), digest_size=16).digest()

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from exporter.bundle import Bundle
 from exporter.errors import BundleError, RuntimeLimitError
+from exporter.optional import optional
+from exporter.spec import Format
 
 
 class Program(Protocol):
@@ -67,6 +70,27 @@ def choose(bundle: Bundle, format: str | None) -> Bundle:
             repair="Choose one of those, or export the model again with that target.",
         )
     return Bundle(bundle.path, bundle.manifest.of(chosen))
+
+
+def prepare_runtime(format: Format, threads: int) -> None:
+    """Import all that a program of `format` needs, and let it compute with `threads` threads (Core AI's interpreter
+    decides for itself): what is resident then is the bare process.
+
+    Raises:
+        MissingPackageError: the packages of the format are not installed.
+    """
+    if format == "executorch":
+        from runtime_ref.programs import pte
+
+        pte.prepare(threads)
+    elif format == "coreml":
+        import runtime_ref.programs.mlpackage.program
+    else:
+        import runtime_ref.programs.aimodel  # noqa: F401
+
+        optional("coreai.authoring", "coreai")
+        optional("coreai.runtime", "coreai")
+    torch.set_num_threads(threads)
 
 
 def load_program(bundle: Bundle) -> Program:

@@ -12,6 +12,20 @@ from exporter.quiet import native_stderr_hidden
 from runtime_ref.programs import check_call
 
 
+def prepare(threads: int | None = None) -> None:
+    """Import the runtime and its kernels; `threads`, when given, is the size of its pool from here on."""
+    with native_stderr_hidden():
+        # Importing registers the kernels that the file calls by name.
+        import executorch.extension.llm.custom_ops.custom_ops
+        import executorch.kernels.quantized
+        import executorch.runtime  # noqa: F401
+        from executorch.extension.pybindings import portable_lib
+
+        portable_lib._threadpool_get_thread_count()  # the first use of the pool looks the processor up
+        if threads is not None:
+            portable_lib._unsafe_reset_threadpool(threads)
+
+
 class PteProgram:
     """Both methods of one `.pte` file, loaded once.
 
@@ -20,14 +34,8 @@ class PteProgram:
     """
 
     def __init__(self, path: Path) -> None:
-        with native_stderr_hidden():
-            # Importing registers the kernels that the file calls by name.
-            import executorch.extension.llm.custom_ops.custom_ops
-            import executorch.kernels.quantized  # noqa: F401
-            from executorch.extension.pybindings import portable_lib
-            from executorch.runtime import Runtime, Verification
-
-            portable_lib._threadpool_get_thread_count()  # the first use of the pool looks the processor up
+        prepare()
+        from executorch.runtime import Runtime, Verification
 
         try:
             # The bundle's checksum covers the whole file, so the runtime need not verify it again.

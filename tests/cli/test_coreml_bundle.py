@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import runtime_ref
 from exporter.bundle import read_bundle
 from exporter.cli import app
+from exporter.errors import ConfigError
 from exporter.graph.contract import COREML_CHECKS
 
 
@@ -84,3 +85,10 @@ def test_a_contract_holds_for_the_package_alone(bundle: Path, tmp_path: Path) ->
     code, text = inspect(str(bundle / "model.mlpackage"), "--check", str(contract), "--format", "json")
     bad = {(check["program"], check["name"]) for check in json.loads(text)["checks"] if not check["passed"]}
     assert code == 1 and bad == {("prefill", "dynamic_ranges")}
+    # A limit that nothing here would read is refused, whether the package comes alone or in its bundle.
+    for file in (bundle / "model.mlpackage", bundle):
+        for limit in ({"max_file_bytes": 10}, {"max_duplicate_share": 0.5}, {"min_delegated_share": {"main": 0.5}}):
+            contract.write_text(yaml.safe_dump({"program": program} | limit))
+            result = CliRunner().invoke(app, ["inspect", str(file), "--check", str(contract)])
+            (key,) = limit
+            assert isinstance(result.exception, ConfigError) and f"a contract with {key}" in str(result.exception)

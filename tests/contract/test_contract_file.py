@@ -33,6 +33,9 @@ def load(tmp_path: Path, content: object) -> ContractFile:
     return load_contract(path)
 
 
+TOGETHER = "its keys and values together"
+
+
 @pytest.mark.parametrize(
     ("content", "got", "expected"),
     [
@@ -43,10 +46,10 @@ def load(tmp_path: Path, content: object) -> ContractFile:
         ({"checks": []}, "checks = []", "at least one check"),
         ({"min_delegated_share": {"main": 1.5}}, "min_delegated_share.main = 1.5", "less than or equal to 1"),
         ({"max_planned_bytes": {"main": "1"}}, "max_planned_bytes.main = '1'", "valid integer"),
-        ({"checks": ["dynamic_ranges"], "max_file_bytes": 9}, "the file", "max_file_bytes needs the check file_bytes"),
+        ({"checks": ["dynamic_ranges"], "max_file_bytes": 9}, TOGETHER, "max_file_bytes needs the check file_bytes"),
         ({"max_file_bytes": 0}, "max_file_bytes = 0", "greater than or equal to 1"),
         ({"max_duplicate_share": -1}, "max_duplicate_share = -1", "greater than or equal to 0"),
-        ({"runtime": "r", "allowed_operators": ["a"]}, "the file", "at most one of runtime and allowed_operators"),
+        ({"runtime": "r", "allowed_operators": ["a"]}, TOGETHER, "at most one of runtime and allowed_operators"),
         ({"program": {k: v for k, v in PROGRAM.items() if k != "vocab_size"}}, "no program.vocab_size", "a value"),
         (with_layers(), "program.layers = []", "at least 1 item"),
         (with_layers(FULL | {"rows": 8}), "program.layers.0 = ", "none for full"),

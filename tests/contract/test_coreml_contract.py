@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from coreml_programs import built, contracts_of
 from tiny_models import one_thread  # noqa: F401
@@ -216,7 +217,8 @@ def test_inputs_are_all_ranges_and_states_are_fixed() -> None:
         assert {one.type.stateType.arrayType.WhichOneof("ShapeFlexibility") for one in record.state} == {None}
 
 
-def test_a_matrix_stored_twice_fails(tmp_path: Path) -> None:
+@pytest.mark.parametrize("order", [1, -1], ids=["as it is", "in another order"])
+def test_a_matrix_stored_twice_fails(order: int, tmp_path: Path) -> None:
     shutil.copytree(built(NAME)[2], tmp_path / "twice.mlpackage")
     weights = tmp_path / "twice.mlpackage" / DATA / "weights" / "weight.bin"
     data = bytearray(weights.read_bytes())
@@ -230,7 +232,8 @@ def test_a_matrix_stored_twice_fails(tmp_path: Path) -> None:
     start, end = value.offset, len(data)
     header = bytearray(data[start : start + 64])
     header[16:24] = (end + 64).to_bytes(8, "little")
-    weights.write_bytes(data + header + data[blob.offset : blob.offset + blob.size])
+    matrix = np.frombuffer(data[blob.offset : blob.offset + blob.size], np.float16)
+    weights.write_bytes(data + header + matrix[::order].tobytes())
     value.offset = end
     package.__dict__.pop("weights")
     assert failed(package, contracts) == {("main+prefill", "weights_stored_once")}
@@ -250,11 +253,30 @@ def test_other_functions_and_damaged_packages_are_refused(tmp_path: Path) -> Non
         check_package(package, contracts[:1])
     with pytest.raises(BundleError, match=r"no Manifest.json"):
         Package(tmp_path)
+    with pytest.raises(BundleError, match=r"got no such directory"):
+        Package(tmp_path / "missing.mlpackage")
     shutil.copytree(built(NAME)[2], tmp_path / "cut.mlpackage")
     weights = tmp_path / "cut.mlpackage" / DATA / "weights" / "weight.bin"
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(BundleError, match="got 1000 bytes of weights"):
         check_file(tmp_path / "cut.mlpackage", contracts)
+
+
+@pytest.mark.parametrize(
+    ("manifest", "got"),
+    [
+        ("{}", "names no model"),
+        ("not JSON", "names no model"),
+        ('{"rootModelIdentifier": "a", "itemInfoEntries": {"a": {"path": "com.apple.CoreML/other.mlmodel"}}}',
+         r"whose model is com\.apple\.CoreML/other\.mlmodel"),
+    ],
+)  # fmt: skip
+def test_a_manifest_that_leads_elsewhere_is_refused(manifest: str, got: str, tmp_path: Path) -> None:
+    """Core ML goes by the manifest: what it would not find is not to be called a package."""
+    shutil.copytree(built(NAME)[2], tmp_path / "odd.mlpackage")
+    (tmp_path / "odd.mlpackage" / "Manifest.json").write_text(manifest)
+    with pytest.raises(BundleError, match=got):
+        Package(tmp_path / "odd.mlpackage")
 
 
 def test_every_check_stands_in_the_docs_with_its_mutants() -> None:

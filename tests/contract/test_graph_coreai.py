@@ -20,10 +20,13 @@ from exporter.backends.coreai.program import Function, read_program
 from exporter.cache import masks, plain
 from exporter.cache.interface import Rows, States
 from exporter.graph import ProgramContract
+from exporter.model import decoder as decoder_module
+from exporter.model.convolution import ShortConv
 from exporter.model.decoder import Decoder
-from exporter.programs import Method, ProgramModule, method_spec, trace
+from exporter.programs import METHODS, Method, ProgramModule, method_spec, trace
 
 SPEC = tiny_models.model(tiny_models.attention(4), tiny_models.attention(4), tiny_models.GLOBAL)
+CONVOLUTIONS = tiny_models.model(tiny_models.CONV, tiny_models.attention(4), tiny_models.CONV)
 
 
 class FaultyRing(plain.RingKVCache):
@@ -71,7 +74,22 @@ class FaultyFull(plain.FullKVCache):
             before = (self.states[0].clone(), self.states[1].clone())
             self.update(chunk, offset)
             return before
+        if self.fault == "writes global rows where data says":
+            shift = (chunk[0][0, 0, 0, 0] * 0).to(torch.int64)
+            here = (torch.arange(self.states[0].shape[1]) - offset == shift).view(1, -1, 1, 1)
+            for state, rows in zip(self.states, chunk, strict=True):
+                state.copy_(torch.where(here, rows, state))
+            return self.storage.decode(self.states)
         return super().update_and_fetch(chunk, offset)
+
+
+class ForgetfulConv(ShortConv):
+    """A convolution that replaces its state before it reads it."""
+
+    def forward(self, hidden: torch.Tensor, state: torch.Tensor, offset: int) -> torch.Tensor:
+        gate_in, _, x = self.in_proj(hidden).chunk(3, dim=-1)
+        state.copy_(torch.cat([state, gate_in * x], 1).narrow(1, hidden.shape[1], self.history))
+        return super().forward(hidden, state, offset)
 
 
 class FaultyKernels(plain.PlainKernels):
@@ -123,7 +141,10 @@ Save = Callable[[Method, str], Path]
 
 def save(method: Method, fault: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, ProgramContract]:
     """One function with a fault, as an asset, and the contract it was meant to keep."""
-    decoder = tiny_models.randomize(Decoder(SPEC, stacked_states(SPEC), FaultyKernels(fault)))
+    spec = CONVOLUTIONS if "convolution" in fault else SPEC
+    if fault == "replaces a convolution's inputs first":
+        monkeypatch.setattr(decoder_module, "ShortConv", ForgetfulConv)
+    decoder = tiny_models.randomize(Decoder(spec, stacked_states(spec), FaultyKernels(fault)))
     if fault == "keeps a second head":
         decoder.lm_head = TiedTwice(decoder.embed_tokens.weight)
     monkeypatch.setattr(FaultyProgram, "fault", fault)
@@ -150,6 +171,10 @@ FAULTS: list[tuple[Method, str, set[str]]] = [
     ("main", "writes the next slot", {"write_index_is_definition", "writes_land_on_their_rows"}),
     ("main", "writes where data says",
      {"ring_write_index_from_shapes", "write_index_is_definition", "writes_land_on_their_rows"}),
+    ("main", "writes global rows where data says",
+     {"full_write_index_from_shapes", "write_index_is_definition", "writes_land_on_their_rows"}),
+    ("prefill", "replaces a convolution's inputs first", {"conv_reads_before_write"}),
+    ("main", "replaces a convolution's inputs first", {"conv_reads_before_write"}),
     ("prefill", "forgets the second layer's values",
      {"ring_write_index_from_shapes", "writes_land_on_their_rows", "prefill_reads_before_write",
       "mutated_inputs_exactly_states"}),
@@ -172,6 +197,14 @@ def test_a_fault_breaks_its_checks(
     failed = {result.name: result.evidence for result in results if not result.passed}
     assert broken <= set(failed), failed
     assert fault not in ("prefill writes first", "gathers the wrong rows", "adds infinity") or set(failed) == broken
+
+
+def test_every_check_fails_on_one_of_the_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = set()
+    for method in METHODS:
+        path, contract = save(method, "", tmp_path / f"{method}.aimodel", monkeypatch)
+        names |= {result.name for result in check_function(read_program(path)[method], contract)}
+    assert names == set().union(*(broken for _, _, broken in FAULTS))
 
 
 def test_a_second_head_is_found_though_it_is_transposed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -135,15 +136,33 @@ def test_describe_reads_the_file_alone(tiny_gemma: tuple[Decoder, Built, Path]) 
     description = describe(directory / "model.aimodel")
     prefill, main = description.functions
     assert (prefill.name, main.name) == ("prefill", "main")
-    assert prefill.inputs == (("input_ids", "int32", "[1, any]"), ("position_ids", "int32", "[1, any]"))
-    assert main.inputs == (("input_ids", "int32", "[1, 1]"), ("position_ids", "int32", "[1, any]"))
-    assert main.states[0] == ("globalKeyCache", "float32", "[1, any, 2, 16]")
+    assert prefill.inputs == (("input_ids", "int32", "[1, 2..24]"), ("position_ids", "int32", "[1, 2..64]"))
+    assert main.inputs == (("input_ids", "int32", "[1, 1]"), ("position_ids", "int32", "[1, 1..64]"))
+    assert main.states[0] == ("globalKeyCache", "float32", "[1, 2..64, 2, 16]")
     assert main.states[2] == ("slidingKeyCache", "float32", "[1, 8, 2, 16]")
     assert main.outputs == (("logits", "float32", "[1, 97]"),)
     assert main.operators["slice_update"] == 4
     matrices = sum(p.numel() for p in decoder.parameters() if p.ndim > 1)  # the tied embedding once
     assert description.weight_bytes == {"float32": 4 * matrices}
     assert description.file_bytes < 4 * matrices + 90_000  # the instructions of two functions
+
+
+def test_ranges_are_recorded_in_the_asset_and_held_to_the_contract(
+    tiny_gemma: tuple[Decoder, Built, Path], tmp_path: Path
+) -> None:
+    decoder, built, directory = tiny_gemma
+    contracts = [ProgramContract(name, method, decoder.states) for name, method in built.program.methods.items()]
+    path = tmp_path / "model.aimodel"
+    shutil.copytree(directory / "model.aimodel", path)
+    metadata = json.loads((path / "metadata.json").read_text())
+    metadata["creatorDefinedMetadata"]["dynamicRanges"]["prefill"]["input_ids"][1] = [2, 25]
+    (path / "metadata.json").write_text(json.dumps(metadata))
+    assert describe(path).functions[0].inputs[0] == ("input_ids", "int32", "[1, 2..25]")
+    failed = [(check.program, check.name) for check in check_file(path, contracts) if not check.passed]
+    assert failed == [("prefill", "dynamic_ranges")]
+    (path / "metadata.json").unlink()  # as another exporter's asset may be: the axes are dynamic, and no more is known
+    assert describe(path).functions[0].inputs[0] == ("input_ids", "int32", "[1, any]")
+    assert all(check.passed for check in check_file(path, contracts))
 
 
 def rounded(weight: torch.Tensor, weights: str) -> torch.Tensor:

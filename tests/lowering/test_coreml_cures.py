@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +14,14 @@ from tiny_models import CONV, GLOBAL, MOE, SLIDING, attention, model, one_thread
 from torch.export import ExportedProgram
 
 from exporter.backends.coreml import convert, cures
+from exporter.backends.coreml.checks import weights_stored_once
 from exporter.backends.coreml.convert import to_mil
+from exporter.backends.coreml.package import Package
 from exporter.backends.coreml.precision import SHIPPED, in_precision
 from exporter.backends.coreml.program import interface_of
 from exporter.backends.coreml.stateful import trace_stateful
-from exporter.programs import Method
+from exporter.graph.contract import DEFAULT_LIMITS
+from exporter.programs import METHODS, Method
 
 SPECS = {
     "attention": model(SLIDING, GLOBAL),
@@ -156,3 +160,19 @@ def test_coremltools_own_translations_are_put_back() -> None:
     with cures.translations():
         assert registry["mod"] is not None and registry["floordiv"] is not before["floordiv"]
     assert registry == before and "mod" not in registry
+
+
+def test_what_is_cured_when_a_package_is_saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Left alone, coremltools stores each function's weights, and describes a fixed input as fixed beside ranges."""
+    functions = {method: to_mil(cures.rewrite(traced("attention", method))) for method in METHODS}
+    monkeypatch.setattr(convert, "describe_as_ranges", lambda path: None)
+    convert.save(convert.merge(functions), tmp_path / "model.mlpackage")
+    package = Package(tmp_path / "model.mlpackage")
+    kinds = {
+        (method, one.name): one.type.multiArrayType.WhichOneof("ShapeFlexibility")
+        for method, record in package.descriptions().items()
+        for one in record.input
+    }
+    assert kinds.pop(("main", "input_ids")) is None and set(kinds.values()) == {"shapeRange"}
+    stored = weights_stored_once(package, "", DEFAULT_LIMITS)
+    assert not stored.passed, stored.evidence

@@ -7,23 +7,26 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections import Counter
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 import torch
-from coreml_programs import CHUNK, CONTEXT, LIMITS, Weights, built, coreml_decoder
+from coreml_programs import CHUNK, CONTEXT, Weights, built, coreml_decoder
 from tiny_checkpoints import CONFIGS, at, tiny_model
 from tiny_models import SPECS, call, one_thread, states_of, token_ids  # noqa: F401
 
 from exporter import optional
 from exporter.backends import coreml
 from exporter.backends.coreml import build, describe, kernels
+from exporter.backends.coreml.package import Package
 from exporter.backends.coreml.precision import FLOAT32, SHIPPED, in_precision
 from exporter.cache.plain import PlainKernels
 from exporter.checkpoint import open_checkpoint
 from exporter.errors import MissingPackageError
 from exporter.model.decoder import Decoder, parameter_shapes
+from exporter.programs import Limits
 from exporter.progress import Progress
 from exporter.quantization.grids import int4_per_group, int8_per_row
 from exporter.quantization.palettes import ENTRIES, palettize
@@ -134,16 +137,17 @@ def test_a_package_describes_itself() -> None:
     assert set(result.program.operators) == {*main.operators, *prefill.operators}
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-def test_families(family: str, tmp_path: Path) -> None:
-    """Gemma 3 has its own tests above and in `test_mlpackage_parity`."""
-    tiny_model(family, num_hidden_layers=CONFIGS[family]["num_hidden_layers"]).save_pretrained(tmp_path / "model")
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+def test_every_family_agrees_with_eager(family: str, tmp_path: Path) -> None:
+    two = {"layer_types": ["sliding_attention", "full_attention"]} if family == "gemma3_text" else {}
+    tiny_model(family, num_hidden_layers=2, **two).save_pretrained(tmp_path / "model")
     checkpoint = open_checkpoint(at(tmp_path / "model"))
     states = state_specs(checkpoint.spec, CachePolicy(), 64, "static", "float16")
     weights = checkpoint.load_state_dict(parameter_shapes(checkpoint.spec), lambda done, total: None)
     decoder = Decoder.from_state_dict(checkpoint.spec, states, kernels(), weights)
-    limits = LIMITS.__class__(max_context_length=64, max_prefill_chunk=24)
+    limits = Limits(max_context_length=64, max_prefill_chunk=24)
     result = build(decoder, limits, CoreMLOptions(weights="float32"), tmp_path, Progress.silent().step)
+    # Windows of 8: a chunk of three of them that straddles a ring's end, a small one that does, single tokens.
     splits = [5, 24, 1, 1, 3, *[1] * 10]
     ours = play(MLPackageProgram(tmp_path / result.program.file, result.program), decoder, splits)
     theirs = play_eager(decoder.with_kernels(PlainKernels()), splits)
@@ -162,6 +166,30 @@ def test_precision_of_the_twin() -> None:
     assert all(torch.equal(p, before[name]) and p.dtype is torch.float32 for name, p in decoder.named_parameters())
     same = in_precision(decoder, FLOAT32)
     assert all(p.data_ptr() == q.data_ptr() for p, q in zip(decoder.parameters(), same.parameters(), strict=True))
+
+
+def test_what_is_float32_in_a_package() -> None:
+    """The norms, the residual sum and the rotary angles; matrices, attention and everything between them are float16.
+
+    Two layers of four norms and two of queries and keys, and the last norm; one base of angles; two sums a layer.
+    """
+    _, _, path = built("gemma")
+    for function in Package(path).functions().values():
+        made: dict[str, Counter[str]] = {}
+        for operation in function.operations:
+            kinds = [typed.dtype for typed in operation.outputs.values() if len(typed.shape) > 1]
+            made.setdefault(operation.type, Counter()).update(kinds)
+        assert made["reduce_mean"] == made["rsqrt"] == {"float32": 2 * 6 + 1}
+        assert made["cos"] == made["sin"] == {"float32": 1}
+        assert made["softmax"] == {"float16": 2} and made["linear"] == {"float16": 2 * 7 + 1}
+        assert made["matmul"] == {"float16": 2 * 2}
+        hidden = [
+            typed.dtype
+            for operation in function.operations
+            for typed in operation.outputs.values()
+            if operation.type == "add" and typed.shape[-1:] == (64,) and len(typed.shape) == 3
+        ]
+        assert hidden == ["float32"] * 4, hidden
 
 
 def test_a_palette_is_a_fixed_point_of_k_means() -> None:

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 EXPORTER = sorted((ROOT / "exporter").rglob("*.py"))
 RUNTIME = sorted((ROOT / "runtime_ref").rglob("*.py"))
 SPEC = {f"exporter.spec.{part}" for part in ("base", "model", "states", "manifest")}
-LEAFS = {"exporter.spec", "exporter.bundle", "exporter.errors", "exporter.optional", "exporter.quiet"}
+LEAFS = {f"exporter.{leaf}" for leaf in ("spec", "bundle", "errors", "optional", "quiet", "machine", "english")}
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -50,6 +50,8 @@ def test_only_verify_imports_the_runtime(path: Path) -> None:
         ("errors", set()),
         ("optional", {"exporter.errors", "exporter.quiet"}),
         ("bundle", {"exporter.errors", "exporter.spec"}),
+        ("machine", set()),
+        ("english", {"exporter.spec"}),
     ],
 )
 def test_leafs_import_neither_torch_nor_other_parts(leaf: str, allowed: set[str]) -> None:

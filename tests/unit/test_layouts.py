@@ -126,5 +126,8 @@ def test_a_bundle_holds_a_program_a_format(tmp_path: Path) -> None:
 def test_int8_caches_are_executorchs(tmp_path: Path) -> None:
     file = tmp_path / "tiny.yaml"
     file.write_text("name: tiny\ncheckpoint: {path: w}\ntargets: [executorch, coreml]\ncache: {dtype: int8}\n")
-    with pytest.raises(ConfigError, match=r"float32 for the targets coreml: int8 caches are ExecuTorch's"):
+    with pytest.raises(
+        ConfigError,
+        match=r"together; expected cache.dtype float32 for the targets coreml: int8 caches",
+    ):
         load_config(file)

@@ -15,6 +15,7 @@ from exporter.backends import Built, Step
 from exporter.backends.coreai.checks import check_file
 from exporter.backends.coreai.convert import convert
 from exporter.backends.coreai.description import describe
+from exporter.backends.coreai.ranges import record_ranges
 from exporter.cache.interface import CacheKernels
 from exporter.cache.plain import PlainKernels
 from exporter.graph import ProgramContract, refuse_failed
@@ -54,7 +55,7 @@ def build(decoder: Decoder, limits: Limits, options: CoreAIOptions, directory: P
         checks = check_traced(programs, contracts)
     with step("convert to Core AI") as detail, contextlib.redirect_stdout(io.StringIO()):
         program = convert(programs, {method: own.interface for method, own in contracts.items()}, options.weights)
-        program.save_asset(directory / PROGRAM_FILE)
+        record_ranges(program.save_asset(directory / PROGRAM_FILE), contracts.values())
         del program, programs
         size = sum(file.stat().st_size for file in (directory / PROGRAM_FILE).iterdir())
         detail(f"{size / 1e6:.0f} MB")

@@ -6,27 +6,20 @@ resource in order, another holds them, each behind its alignment and its length.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from exporter.errors import BundleError
+from exporter.graph.weights import SMALL, orderless_digest
 
 MAGIC = b"ML\xefR"
 _RESOURCES, _RESOURCE_SIZES = 5, 6
 _BLOB = 0
 
 
-SMALL = 4096
-"""Below this size, two constants may well hold the same few numbers."""
-
-
 @dataclass(frozen=True)
 class Blob:
-    """One stored constant: its place in the file, its length, and a digest that does not mind the order of its numbers
-    (they are counted by half bytes, the smallest number there is)."""
+    """One stored constant: its place in the file, its length, and its `orderless_digest`."""
 
     offset: int
     size: int
@@ -92,18 +85,9 @@ def _blobs(data: memoryview) -> list[Blob]:
                 content = data[start : start + size]
                 if len(content) != size:
                     raise ValueError(f"a constant of {size} bytes has {len(content)}")
-                found.append(Blob(start, size, _digest(content)))
+                found.append(Blob(start, size, orderless_digest(content)))
             place += length
     return found
-
-
-def _digest(content: memoryview) -> bytes:
-    counts = np.zeros(256, dtype=np.int64)
-    values = np.frombuffer(content, dtype=np.uint8)
-    for start in range(0, len(values), 1 << 24):  # what bincount takes is eight times as large
-        counts += np.bincount(values[start : start + (1 << 24)], minlength=256)
-    table = counts.reshape(16, 16)
-    return hashlib.blake2b((table.sum(0) + table.sum(1)).tobytes(), digest_size=16).digest()
 
 
 def _sections(data: memoryview) -> dict[int, tuple[int, int]]:

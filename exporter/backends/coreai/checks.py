@@ -5,7 +5,7 @@ Letters: Q query_len, S seq_len, L layers of a stack, V vocab_size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from exporter.backends.coreai.bytecode import StoredBlobs, stored_blobs
 from exporter.backends.coreai.flow import StateFlow, flow_of_function, layer_states
 from exporter.backends.coreai.landing import write_index_is_definition, writes_land_on_their_rows
 from exporter.backends.coreai.program import BYTECODE, Argument, Function, read_program
+from exporter.backends.coreai.ranges import ranges_of, recorded_ranges
 from exporter.errors import GraphContractError
 from exporter.graph.checks_flow import (
     conv_order,
@@ -47,14 +48,16 @@ def check_file(path: Path, contracts: Sequence[ProgramContract]) -> list[CheckRe
             expected=f"the functions {expected}",
             repair="Give one contract for each function of the asset.",
         )
-    results = []
+    results, ranges = [], recorded_ranges(path)
     for contract in contracts:
-        results += check_function(functions[contract.method], contract)
+        results += check_function(functions[contract.method], contract, ranges.get(contract.method))
     return [*results, weights_stored_once(stored_blobs(path / BYTECODE), contracts[0])]
 
 
-def check_function(function: Function, contract: ProgramContract) -> list[CheckResult]:
-    """Check one function against a contract over stacked states."""
+def check_function(
+    function: Function, contract: ProgramContract, ranges: Mapping[str, list[list[int]]] | None = None
+) -> list[CheckResult]:
+    """Check one function, and the ranges recorded for it if there are any, against a contract over stacked states."""
     state_flow = flow_of_function(function, contract.states)
     trace = Trace(state_flow.flow)
     layered = by_layer(contract)
@@ -69,7 +72,7 @@ def check_function(function: Function, contract: ProgramContract) -> list[CheckR
         mutated_inputs_exactly_states(state_flow.flow, layered),
         no_whole_state_copy(function, state_flow, contract),
         finite_constants(function, contract),
-        dynamic_axes(function, contract),
+        dynamic_axes(function, contract, ranges),
         last_token_logits_only(function, contract),
     ]
 
@@ -114,10 +117,14 @@ def finite_constants(function: Function, contract: ProgramContract) -> CheckResu
     return contract.result("finite_constants", problems, f"{count} floating-point constants, all finite")
 
 
-def dynamic_axes(function: Function, contract: ProgramContract) -> CheckResult:
-    """Names, dtypes and axes are those of the interface: dynamic exactly where a dimension has a name. (The format
-    records which axes are dynamic, not their ranges.)"""
+def dynamic_axes(
+    function: Function, contract: ProgramContract, ranges: Mapping[str, list[list[int]]] | None = None
+) -> CheckResult:
+    """Names, dtypes and axes are those of the interface: dynamic exactly where a dimension has a name. The program
+    records which axes are dynamic; the ranges that stand in the asset's metadata, if any do, are the declared ones."""
     problems, dynamic = [], []
+    if ranges is not None and ranges != (declared_ranges := ranges_of([contract])[contract.method]):
+        problems.append(f"the ranges recorded are {dict(ranges)}, declared {declared_ranges}")
     declared = contract.interface.inputs
     got: tuple[Argument, ...] = (*function.inputs, *function.states)
     if [a.name for a in got] != [tensor.name for tensor in declared]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from exporter.backends.coreai.program import Argument, Function, read_program
+from exporter.backends.coreai.ranges import recorded_ranges
 from exporter.describe import FileDescription, FunctionDescription, Row
 
 DTYPES = {
@@ -23,29 +24,35 @@ def describe(path: Path) -> FileDescription:
         BundleError: the asset cannot be read.
     """
     functions = read_program(path)
+    ranges = recorded_ranges(path)
     return FileDescription(
         format="coreai",
-        functions=tuple(_function(function) for function in functions.values()),
+        functions=tuple(_function(function, ranges.get(name, {})) for name, function in functions.items()),
         weight_bytes=weight_bytes(functions),
         file_bytes=sum(file.stat().st_size for file in path.iterdir()),
     )
 
 
-def _function(function: Function) -> FunctionDescription:
+def _function(function: Function, ranges: Mapping[str, Sequence[Sequence[int]]]) -> FunctionDescription:
     names = Counter(op.name.removeprefix("coreai.").removeprefix("decomposable.") for op in function.operations)
     return FunctionDescription(
         name=function.name,
-        inputs=tuple(_row(argument) for argument in function.inputs),
-        states=tuple(_row(argument) for argument in function.states),
-        outputs=tuple(_row(argument) for argument in function.outputs),
+        inputs=tuple(_row(argument, ranges.get(argument.name)) for argument in function.inputs),
+        states=tuple(_row(argument, ranges.get(argument.name)) for argument in function.states),
+        outputs=tuple(_row(argument, ranges.get(argument.name)) for argument in function.outputs),
         operators=dict(sorted(names.items())),
     )
 
 
-def _row(argument: Argument) -> Row:
-    """The format records which axes are dynamic and no range."""
-    sizes = ", ".join("any" if n is None else str(n) for n in argument.type.shape)
-    return argument.name, DTYPES.get(argument.type.element, argument.type.element), f"[{sizes}]"
+def _row(argument: Argument, ranges: Sequence[Sequence[int]] | None) -> Row:
+    """A dynamic axis is any length where the asset has no range for it."""
+    sizes = []
+    for axis, n in enumerate(argument.type.shape):
+        if n is not None:
+            sizes.append(str(n))
+        else:
+            sizes.append("any" if ranges is None else "..".join(str(end) for end in ranges[axis]))
+    return argument.name, DTYPES.get(argument.type.element, argument.type.element), f"[{', '.join(sizes)}]"
 
 
 def weight_bytes(functions: Mapping[str, Function]) -> dict[str, int]:

@@ -5,6 +5,7 @@ Only the protocol buffers of coremltools take part, none of its converter: what 
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ import numpy as np
 
 from exporter.errors import BundleError
 
-DATA = Path("Data") / "com.apple.CoreML"
+DATA, MODEL = Path("Data") / "com.apple.CoreML", "model.mlmodel"
 _BLOB_HEADER = struct.Struct("<IIQQ")  # sentinel, dtype, bytes, offset of the data
 _BLOB_SENTINEL = 0xDEADBEEF
 DTYPES = {
@@ -79,7 +80,7 @@ def read_spec(path: Path) -> Any:
     from coremltools.proto import Model_pb2
 
     spec = Model_pb2.Model()
-    spec.ParseFromString((path / DATA / "model.mlmodel").read_bytes())
+    spec.ParseFromString((path / DATA / MODEL).read_bytes())
     return spec
 
 
@@ -92,8 +93,7 @@ class Package:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if not (path / "Manifest.json").is_file():
-            raise self.error("no Manifest.json in it", "a Core ML package")
+        self._check_manifest()
         try:
             self.spec: Any = read_spec(path)
         except Exception as error:  # of the protocol buffers, whose classes are not public
@@ -103,6 +103,19 @@ class Package:
 
     def error(self, got: str, expected: str) -> BundleError:
         return BundleError(f"package {self.path.name}", got=got, expected=expected, repair="Export the model again.")
+
+    def _check_manifest(self) -> None:
+        """Whether Core ML, which goes by the manifest, would find the model that is read here."""
+        try:
+            manifest = json.loads((self.path / "Manifest.json").read_text(encoding="utf-8"))
+            model = manifest["itemInfoEntries"][manifest["rootModelIdentifier"]]["path"]
+        except OSError as error:
+            found = "no Manifest.json in it" if self.path.is_dir() else "no such directory"
+            raise self.error(found, "a Core ML package") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise self.error("a Manifest.json that names no model", "a Core ML package") from error
+        if self.path / "Data" / model != self.path / DATA / MODEL:
+            raise self.error(f"a Manifest.json whose model is {model}", f"{DATA.name}/{MODEL}")
 
     @cached_property
     def weights(self) -> np.memmap:

@@ -1,0 +1,48 @@
+"""LEAF: what this machine is and how much of its memory this process holds."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import sys
+from pathlib import Path
+
+_STATUS = Path("/proc/self/status")
+_PROCESSORS = Path("/proc/cpuinfo")
+
+
+def machine() -> str:
+    """The processor with its threads, the memory and the Python, in a line."""
+    cpu = platform.processor() or platform.machine()
+    if _PROCESSORS.exists():
+        lines = _PROCESSORS.read_text(encoding="utf-8").splitlines()
+        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    return f"{os.cpu_count()} threads of {cpu}, {memory:.0f} GiB, Python {platform.python_version()}"
+
+
+def _status_bytes(key: str) -> int | None:
+    """A line of Linux's account of this process, e.g. ``VmHWM:  1234 kB``; None on other systems."""
+    if not _STATUS.exists():
+        return None
+    line = next(line for line in _STATUS.read_text(encoding="ascii").splitlines() if line.startswith(f"{key}:"))
+    return int(line.split()[1]) * 1024
+
+
+def peak_memory_bytes() -> int:
+    """The largest resident set this process ever had.
+
+    Not ``ru_maxrss`` on Linux: that survives exec, so a small child of a large process reports its parent's.
+    """
+    peak = _status_bytes("VmHWM")
+    if peak is not None:
+        return peak
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, KiB elsewhere
+    return used if sys.platform == "darwin" else used * 1024
+
+
+def resident_bytes() -> int:
+    """The resident set of this process now; its peak on systems that do not tell."""
+    now = _status_bytes("VmRSS")
+    return peak_memory_bytes() if now is None else now

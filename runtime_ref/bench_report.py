@@ -1,0 +1,86 @@
+"""What `bench` prints and writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from exporter.errors import ConfigError
+from exporter.machine import machine
+from runtime_ref.bench import Bench, Length
+
+PACKAGES = ("ring-exporter", "torch", "executorch", "coreai-core")
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def as_json(found: Bench) -> dict[str, Any]:
+    """Every figure, with the date, the machine and the versions beside them."""
+    when = datetime.datetime.now().isoformat(timespec="seconds")
+    return {"date": when, "machine": machine(), "versions": versions(), **dataclasses.asdict(found)}
+
+
+def write_json(path: Path, found: Bench) -> None:
+    """Write `as_json` to `path`.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        path.write_text(json.dumps(as_json(found), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"--json {path.name}",
+            got=f"{error.strerror or error}",
+            expected="a file that can be written",
+            repair="Name a file in a directory that exists.",
+        ) from error
+
+
+def mb(size: float) -> str:
+    return f"{size / 1e6:.1f} MB"
+
+
+def tables(found: Bench) -> tuple[Table, Table]:
+    """Speeds by length, and the figures that have no length."""
+    speeds = Table(
+        "tokens", "prefill tok/s", "decode tok/s", "live cache", "memory's limit tok/s", "reached", "peak above bare",
+        title=f"{found.name}, {found.format} {found.weights}, {found.threads} threads",
+    )  # fmt: skip
+    for length in found.lengths:
+        speeds.add_row(*_row(length, found.bare_bytes))
+    facts = Table("", "", title="The whole run", show_header=False)
+    rows = {
+        "load": f"{found.load_seconds:.3f} s",
+        "first token of 128, load included": f"{found.first_token_seconds:.3f} s",
+        "program": mb(found.program_bytes),
+        "bare process": mb(found.bare_bytes),
+        "peak above it": mb(found.peak_bytes - found.bare_bytes),
+        "memory bandwidth": f"{found.bandwidth / 1e9:.1f} GB/s",
+        "NLL": "not measured" if found.nll is None else f"{found.nll:.4f} over {found.scored} tokens",
+    }
+    for name, value in rows.items():
+        facts.add_row(name, value)
+    return speeds, facts
+
+
+def _row(length: Length, bare: int) -> tuple[str, ...]:
+    decode, reached = ("", "") if length.decode is None else (
+        f"{length.decode:.1f}", f"{length.decode / length.limit:.0%}"
+    )  # fmt: skip
+    cells = (f"{length.prefill:.0f}", decode, mb(length.live_bytes), f"{length.limit:.0f}", reached)
+    return (str(length.tokens), *cells, mb(length.peak_bytes - bare))

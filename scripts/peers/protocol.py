@@ -1,0 +1,103 @@
+"""What every peer's worker does: load, fill, decode, score, and one JSON line on standard output.
+
+A worker runs in its peer's own environment, so this file needs Python and numpy alone. Timing is the same for all:
+`prefill` is N tokens over the seconds from an empty cache to the first greedy token, `decode` is one over the median
+seconds of the greedy tokens after it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+DECODED = 32
+
+
+class Peer(Protocol):
+    """A loaded model, made from its place and the request. `files` are its weights and programs, for their size."""
+
+    @property
+    def files(self) -> Sequence[Path]: ...
+
+    def run(self, ids: Sequence[int], count: int) -> list[float]:
+        """Forget everything, run `ids`, then `count` greedy tokens; end tokens do not end it.
+
+        Returns:
+            Seconds of the prompt up to its greedy token, then of each of the `count - 1` tokens after that one.
+        """
+        ...
+
+    def nll(self, ids: Sequence[int], prefix: int) -> float | None:
+        """Mean negative log-likelihood of ``ids[prefix:]``, each token run alone after the prefix; None where the peer
+        gives no logits."""
+        ...
+
+
+def resident(key: str) -> int:
+    """``VmRSS`` or ``VmHWM`` of this process in bytes. (``ru_maxrss`` may be the parent's.)"""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return int(next(line for line in lines if line.startswith(f"{key}:")).split()[1]) * 1024
+
+
+def mean_nll(rows: Iterable[Any], true: Sequence[int]) -> float:
+    """Of n rows of logits [vocab], which may be the same memory, and the n true tokens; in float64."""
+    import numpy as np
+
+    total = 0.0
+    for row, token in zip(rows, true, strict=True):
+        values = np.asarray(row, dtype=np.float64)
+        top = values.max()
+        total += top + np.log(np.exp(values - top).sum()) - values[token]
+    return float(total / len(true))
+
+
+def measure(load: Callable[[Path, dict[str, Any]], Peer], packages: Sequence[str], arguments: Sequence[str]) -> None:
+    """Run one worker: ``worker.py MODEL REQUEST.json``; imports are done by now.
+
+    The request has ``ids``, ``threads``, ``lengths``, ``repeats`` (of those up to 2048), ``score`` (None or prefix and
+    count).
+    """
+    stdout = os.dup(1)
+    os.dup2(2, 1)  # libraries print; standard output carries the result alone
+    model, request = Path(arguments[0]), json.loads(Path(arguments[1]).read_text())
+    ids = request["ids"]
+    bare = resident("VmRSS")
+    start = time.perf_counter()
+    peer = load(model, request)
+    load_seconds = time.perf_counter() - start
+    peer.run(ids[:128], 1)
+    first_token_seconds = time.perf_counter() - start
+
+    prefill, decode, peaks = {}, {}, {}
+    for length in sorted(request["lengths"]):
+        repeats = request["repeats"] if length <= 2048 else 1
+        runs = [peer.run(ids[:length], 1 if index < repeats - 1 else DECODED + 1) for index in range(repeats)]
+        prefill[length] = length / statistics.median(run[0] for run in runs)
+        decode[length] = 1 / statistics.median(runs[-1][1:])
+        peaks[length] = resident("VmHWM")
+    peak = resident("VmHWM")
+    nll = None
+    if request["score"]:
+        prefix, count = request["score"]
+        nll = peer.nll(ids[: prefix + count], prefix)
+    result = {
+        "load_seconds": load_seconds,
+        "first_token_seconds": first_token_seconds,
+        "prefill": prefill,
+        "decode": decode,
+        "peaks": peaks,
+        "peak_bytes": peak,
+        "bare_bytes": bare,
+        "file_bytes": sum(file.stat().st_size for file in peer.files),
+        "nll": nll,
+        "versions": {name: importlib.metadata.version(name) for name in packages},
+    }
+    sys.stdout.flush()
+    os.write(stdout, json.dumps(result).encode() + b"\n")

@@ -1,0 +1,49 @@
+"""Our own bundle, by the code behind ``runtime_ref bench``; speaks as the peers' workers do."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from exporter.bundle import read_bundle
+from exporter.quiet import quieten_libraries
+from runtime_ref.bench import bench
+from runtime_ref.bench_report import versions
+from runtime_ref.programs import choose
+
+
+def main(directory: Path, request_file: Path) -> None:
+    quieten_libraries()
+    request = json.loads(request_file.read_text())
+    bundle = choose(read_bundle(directory, verify_files=False), None)
+    lengths = request["lengths"]
+    found = bench(
+        bundle,
+        request["ids"],
+        threads=request["threads"],
+        prefills=[length for length in lengths if length <= 2048],
+        contexts=lengths,
+        scoring=request["score"] is not None,
+    )
+    result = {
+        "load_seconds": found.load_seconds,
+        "first_token_seconds": found.first_token_seconds,
+        "prefill": {length.tokens: length.prefill for length in found.lengths},
+        "decode": {length.tokens: length.decode for length in found.lengths},
+        "limits": {length.tokens: length.limit for length in found.lengths},
+        "live_bytes": {length.tokens: length.live_bytes for length in found.lengths},
+        "peaks": {length.tokens: length.peak_bytes for length in found.lengths},
+        "peak_bytes": found.peak_bytes,
+        "bare_bytes": found.bare_bytes,
+        "file_bytes": found.program_bytes,
+        "bandwidth": found.bandwidth,
+        "weights": found.weights,
+        "nll": found.nll,
+        "versions": versions(),
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,189 @@
+"""The comparison with peers: who runs when, what is compared, and what a worker says."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import bench_peers
+import pytest
+import torch
+from peers.catalogue import PEERS, UNMEASURED, Peer
+from peers.protocol import DECODED, mean_nll
+from peers.report import markdown
+from peers.schedule import above_bare, at, key, long_peak, median, ratio, schedule
+
+WORKERS = Path(bench_peers.__file__).parent / "peers"
+LENGTHS = (128, 2048, 32000)
+
+
+def result(speed: float, **changes: Any) -> dict[str, Any]:
+    lengths = {"128": speed, "2048": speed / 2}
+    return {
+        "prefill": lengths, "decode": lengths, "limits": lengths, "live_bytes": {"128": 1e6, "2048": 2e6},
+        "peaks": {"128": 300e6, "2048": 400e6}, "peak_bytes": 400e6, "bare_bytes": 100e6, "file_bytes": 50e6,
+        "load_seconds": 1.0, "first_token_seconds": 2.0, "bandwidth": 30e9, "nll": 2.5, "versions": {"it": "1"},
+    } | changes  # fmt: skip
+
+
+def run(number: int, name: str, found: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
+    return {"round": number, "index": 0, "name": name, "ours": name == "int8", "result": found} | more
+
+
+def test_ours_stands_before_every_peer_in_every_round() -> None:
+    slots = schedule(["int8"], {"a": None, "b": 2048, "c": None}, LENGTHS, 3)
+    assert [slot.name for slot in slots] == ["int8", "a", "int8", "b", "int8", "c"] * 3
+    assert [slot.index for slot in slots] == [0, 1, 2, 3, 4, 5] * 3
+
+
+def test_long_contexts_run_once_and_nobody_runs_what_the_peer_cannot() -> None:
+    slots = schedule(["int8"], {"b": 2048, "a": None, "c": None}, LENGTHS, 2)
+    short = (128, 2048)
+    assert [slot.lengths for slot in slots[:6]] == [(128,), (128,), LENGTHS, LENGTHS, short, LENGTHS]
+    assert [slot.lengths for slot in slots[6:]] == [(128,), (128,), short, short, short, short]
+
+
+def test_everybody_is_scored_once() -> None:
+    slots = schedule(["int8", "int4"], {"a": None, "b": None}, LENGTHS, 3)
+    assert [slot.name for slot in slots if slot.scored] == ["int8", "a", "int4", "b"]
+
+
+def test_presets_take_turns_and_none_is_left_out() -> None:
+    slots = schedule(["p", "q"], {"a": None}, LENGTHS, 2)
+    assert [slot.name for slot in slots] == ["p", "a", "q", "q", "a", "p"]
+    assert [slot.name for slot in schedule(["p", "q", "r"], {}, LENGTHS, 1)] == ["p", "q", "r"]
+
+
+def test_a_machine_that_slows_down_leaves_the_ratio() -> None:
+    runs = [
+        run(0, "int8", result(200.0)), run(0, "int8", result(180.0)), run(0, "peer", result(95.0)),
+        run(1, "int8", result(20.0)), run(1, "peer", result(10.0)),
+        run(2, "int8", result(90.0)), run(2, "peer", result(30.0)),
+        run(3, "int8", result(1.0)), run(3, "peer", None),
+    ]  # fmt: skip
+    assert ratio(runs, "int8", "peer", at("decode", 128)) == 2.0  # of 2, 2 and 3; the last round has no peer
+    assert median(runs, "int8", at("decode", 128)) == 55.0  # of 190, 20, 90 and 1
+    assert ratio(runs, "int8", "peer", at("decode", 8192)) is None
+    assert ratio(runs, "int8", "none", at("decode", 128)) is None
+
+
+def test_memory_is_compared_above_the_bare_process_at_one_length() -> None:
+    long = result(1.0, peaks={"128": 300e6, "2048": 400e6, "8192": 900e6}, peak_bytes=900e6)
+    assert above_bare(result(1.0)) == above_bare(long) == 300e6
+    assert (long_peak(result(1.0)), long_peak(long)) == (None, 800e6)
+    assert key("nll")(result(1.0, nll=None)) is None
+
+
+def test_the_page_names_ratios_quality_and_what_is_missing() -> None:
+    runs = [
+        run(0, "int8", result(200.0, nll=2.51)), run(0, "openvino", result(100.0)),
+        run(0, "llama_cpp", None, error="exit code 1: no memory"),
+    ]  # fmt: skip
+    row = {"reference_nll": 2.5, "missing": {"litert": "not installed: python install.py"}, "runs": runs}
+    page = markdown({"date": "2026-01-01", "machine": "a machine", "threads": 2, "models": {"gemma3_270m": row}})
+    (ratios,) = [line for line in page.splitlines() if line.startswith("| int8 | OpenVINO")]
+    assert set(ratios.split(" | ")[2:6]) == {"2.00"}
+    assert "| 2.5100 | +0.0100 |" in page and "a machine" in page
+    assert "llama.cpp, the GGUF itself failed: exit code 1: no memory" in page
+    assert "install.py" in page and all(title in page for title in UNMEASURED)
+    assert "| int8 | 2048 | 2.0 | 100 | 100% |" in page
+
+
+def test_a_peer_without_environment_or_model_is_named_with_its_repair(tmp_path: Path) -> None:
+    peer = next(peer for peer in PEERS if peer.convert is not None)
+    assert "not installed" in str(bench_peers.missing(peer, "gemma3_270m", tmp_path))
+    (tmp_path / peer.name).mkdir()
+    (tmp_path / peer.name / "installed.json").write_text("[]")
+    said = str(bench_peers.missing(peer, "gemma3_270m", tmp_path))
+    assert "not converted" in said and f"--only {peer.name}" in said
+    peer.model(tmp_path, "gemma3_270m").mkdir()
+    assert bench_peers.missing(peer, "gemma3_270m", tmp_path) is None
+
+
+@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
+def test_every_peer_has_a_worker_and_exact_pins(peer: Peer) -> None:
+    assert (WORKERS / f"worker_{peer.name}.py").is_file()
+    assert all("==" in requirement for requirement in peer.requirements)
+
+
+FAKE = """
+import sys
+from protocol import measure
+class Fake:
+    files = ()
+    calls = 0
+    def __init__(self, model, request): print("a library that prints")
+    def run(self, ids, count):
+        Fake.calls += 1
+        return [len(ids) / (1000 * Fake.calls), *[0.02] * (count // 2), *[0.01] * (count // 2)]
+    def nll(self, ids, prefix): return float(len(ids) - prefix)
+measure(Fake, (), sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> list[str]:
+    (tmp_path / "fake.py").write_text(FAKE)
+    return [sys.executable, str(tmp_path / "fake.py"), str(tmp_path)]
+
+
+def test_a_worker_reports_medians_alone_on_standard_output(worker: list[str]) -> None:
+    request = {"ids": list(range(3000)), "threads": 1, "lengths": [128, 2500], "repeats": 3, "score": [512, 1000]}
+    found, error = bench_peers.run_worker(worker, request, {"PYTHONPATH": str(WORKERS)})
+    assert error == ""
+    assert found["prefill"]["128"] == pytest.approx(3000.0)  # calls 2, 3 and 4; the first warmed up
+    assert found["prefill"]["2500"] == pytest.approx(5000.0)  # one call, the fifth
+    assert found["decode"]["128"] == pytest.approx(1 / 0.015) and DECODED % 2 == 0
+    assert found["nll"] == 1000.0
+    assert 0 < found["bare_bytes"] <= found["peak_bytes"]
+
+
+def test_what_libraries_print_is_kept_off_standard_output(worker: list[str], tmp_path: Path) -> None:
+    request = {"ids": list(range(200)), "threads": 1, "lengths": [128], "repeats": 1, "score": None}
+    (tmp_path / "request.json").write_text(json.dumps(request))
+    done = subprocess.run(
+        [*worker, str(tmp_path / "request.json")], env={"PYTHONPATH": str(WORKERS)}, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    assert json.loads(done.stdout)["nll"] is None
+    assert "a library that prints" in done.stderr
+
+
+def test_a_worker_that_fails_is_named_by_its_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, error = bench_peers.run_worker([sys.executable, "-c", "raise OSError('no such file')"], {}, {})
+    assert found is None and error == "exit code 1: OSError: no such file"
+    monkeypatch.setattr(bench_peers, "TIMEOUT", 0.2)
+    found, error = bench_peers.run_worker([sys.executable, "-c", "import time; time.sleep(9)"], {}, {})
+    assert found is None and "no result" in error
+
+
+def test_likelihood_is_cross_entropy() -> None:
+    logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(0)) * 30
+    true = [3, 0, 49, 7, 7, 12, 20]
+    expected = torch.nn.functional.cross_entropy(logits.double(), torch.tensor(true))
+    assert mean_nll(iter(logits.numpy()), true) == pytest.approx(float(expected), rel=1e-12)
+
+
+def test_a_peer_that_cannot_be_installed_does_not_stop_the_others(tmp_path: Path) -> None:
+    """`install.py` as a process over a catalogue of two: the first conversion fails, the second succeeds."""
+    for name in ("install.py",):
+        (tmp_path / name).write_text((WORKERS / name).read_text())
+    (tmp_path / "catalogue.py").write_text(
+        (WORKERS / "catalogue.py").read_text().partition("PEERS = (")[0]
+        + "bad = lambda programs, checkpoint, out: ['false']\n"
+        + "good = lambda programs, checkpoint, out: ['mkdir', '-p', str(out)]\n"
+        + "PEERS = (Peer('bad', 'Bad', (), convert=bad), Peer('good', 'Good', (), convert=good))\n"
+    )
+    root = tmp_path / "peers"
+    for model in ("gemma3_270m", "smollm2_135m"):
+        (root / "models" / model).mkdir(parents=True)
+        (root / "models" / model / "reference.json").write_text("{}")
+    for name in ("bad", "good"):
+        (root / name).mkdir()
+        (root / name / "installed.json").write_text(json.dumps([[], [], {}]))
+    command = [sys.executable, str(tmp_path / "install.py"), "--environments", str(root)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "FAILED Bad: exit code 1" in done.stdout and "FAILED Good" not in done.stdout
+    assert not (root / "bad" / "gemma3_270m").exists()
+    assert (root / "good" / "smollm2_135m").is_dir()
