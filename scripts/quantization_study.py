@@ -31,20 +31,20 @@ TOKENS, CHUNK = 1500, 500
 INT8 = {"linear": "int8", "embedding": "int8", "head": "int8"}
 FOUR = {"embedding": "int8", "head": "int4", "smooth": True, "rounding": "gptq"}
 VARIANTS: dict[str, QuantizationSpec] = {
+    "**accurate**: int8 everywhere, smoothed": PRESETS["accurate"],
+    "**balanced**: int8, head int4 GPTQ but 32768 rows, smoothed": PRESETS["balanced"],
+    "**small**: int4 GPTQ, v_proj and down_proj int8, smoothed": PRESETS["small"],
     "int8 linears": QuantizationSpec(linear="int8"),
     "int8 linears, smoothed": QuantizationSpec(linear="int8", smooth=True),
     "int8 head": QuantizationSpec(head="int8"),
     "int8 head, smoothed": QuantizationSpec(head="int8", smooth=True),
     "int8 everywhere": QuantizationSpec(**INT8),
-    "**accurate**: int8 everywhere, smoothed": PRESETS["accurate"],
     "int4 head, nearest": QuantizationSpec(head="int4"),
     "int4 head, GPTQ, smoothed": QuantizationSpec(head="int4", rounding="gptq", smooth=True),
     "int4 head and embedding, GPTQ, smoothed": QuantizationSpec(
         head="int4", embedding="int4", rounding="gptq", smooth=True
     ),
     "balanced without int8 rows of the head": QuantizationSpec(linear="int8", **FOUR),
-    "**balanced**: int8, head int4 GPTQ but 32768 rows, smoothed": PRESETS["balanced"],
-    "**small**: int4 GPTQ, v_proj and down_proj int8, smoothed": PRESETS["small"],
     "small, down_proj int4 too": QuantizationSpec(linear="int4", keep_int8=("v_proj",), **FOUR),
     "small, nearest": QuantizationSpec(
         linear="int4", embedding="int8", head="int4", keep_int8=("down_proj", "v_proj"), smooth=True

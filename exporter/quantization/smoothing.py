@@ -20,7 +20,7 @@ from exporter.model.norms import RMSNorm
 from exporter.quantization.calibration import Inputs
 from exporter.quantization.modules import ScaledEmbedding
 
-ALPHA = 0.6
+ALPHA = 0.55
 """How much of the inputs' spread moves into the weights; measured in docs/quantization.md."""
 
 
