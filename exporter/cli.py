@@ -47,7 +47,7 @@ def export(
     out: Annotated[Path | None, typer.Option(help="Where to write the bundle (default: bundles/NAME).")] = None,
     dry_run: Annotated[bool, typer.Option(help="Print config, layers and memory plan; trace nothing.")] = False,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="Override a key of the YAML, e.g. --set quantization.linear=none.")
+        list[str] | None, typer.Option("--set", help="Override a key of the YAML, e.g. --set quantization=balanced.")
     ] = None,
 ) -> None:
     """Write a bundle: the program, its tokenizer and a manifest, verified against the model it came from."""

@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, field_validator, model_validator
 
 from exporter.errors import ConfigError
-from exporter.spec import CachePolicy, CoreAIOptions, CoreMLOptions, Format, ModelSpec, QuantizationSpec
+from exporter.spec import PRESETS, CachePolicy, CoreAIOptions, CoreMLOptions, Format, ModelSpec, QuantizationSpec
 
 # A dotted module would make importlib import its parent package.
 _PACKAGE_FILE = re.compile(r"[A-Za-z_]\w*:(?!/)(?!.*(?:^|[:/])\.\.(?:/|$)).+")
@@ -62,7 +62,8 @@ class CheckpointConfig(_Config):
 class ExportConfig(_Config):
     """One export. ``max_context_length: null`` means the model's own `max_position_embeddings`.
 
-    `quantization` is that of the ExecuTorch program; the others have a section of their own.
+    `quantization` is that of the ExecuTorch program, a mapping or the name of a preset; the others have a section of
+    their own.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
@@ -75,6 +76,15 @@ class ExportConfig(_Config):
     coreml: CoreMLOptions = CoreMLOptions()
     coreai: CoreAIOptions = CoreAIOptions()
     targets: tuple[Format, ...] = ("executorch",)
+
+    @field_validator("quantization", mode="before")
+    @classmethod
+    def _preset(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        if value not in PRESETS:
+            raise ValueError(f"one of {', '.join(PRESETS)}, or a mapping")
+        return PRESETS[value]
 
     @field_validator("targets")
     @classmethod

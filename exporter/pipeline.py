@@ -19,9 +19,19 @@ from exporter.model.decoder import Decoder, parameter_shapes
 from exporter.programs import Limits
 from exporter.progress import Progress
 from exporter.quantization import quantize
+from exporter.quantization.calibration import calibration_ids
 from exporter.quantization.matrices import Storage
 from exporter.quantization.rounding import round_weights
-from exporter.spec import LAYOUTS, STATE_DTYPES, Comparison, Format, Manifest, StateSpec, state_specs
+from exporter.spec import (
+    LAYOUTS,
+    STATE_DTYPES,
+    Comparison,
+    Format,
+    Manifest,
+    StateSpec,
+    TokenizerSpec,
+    state_specs,
+)
 from exporter.tokenizer import write_tokenizer
 
 RECORDED_VERSIONS = ("ring-exporter", "torch", "transformers", "tokenizers", "gguf")
@@ -64,8 +74,25 @@ def read_decoder(source: Source, states: Sequence[StateSpec], kernels: CacheKern
 
 
 def target_decoder(source: Source, target: Format, progress: Progress) -> Decoder:
-    """The float32 model as the back end of `target` takes it."""
+    """The float32 model over the states and kernels of `target`."""
     return read_decoder(source, source.states(target), backend(target).kernels(), progress)
+
+
+def program_decoder(
+    source: Source, target: Format, bundle: Path, tokenizer: TokenizerSpec, progress: Progress
+) -> Decoder:
+    """The model as the back end of `target` takes it: quantised already if that is ExecuTorch, by the text that the
+    tokenizer in `bundle` makes of the calibration chapters."""
+    decoder = target_decoder(source, target, progress)
+    spec = source.config.quantization
+    if target == "executorch" and spec.is_quantized:
+        with progress.step("quantise") as detail:
+            ids = None
+            if spec.is_calibrated:
+                ids = calibration_ids(bundle / "tokenizer", tokenizer, source.limits.max_context_length)
+                detail(f"calibrated on {ids.shape[1]} tokens")
+            quantize(decoder, spec, ids)
+    return decoder
 
 
 def export(config: ExportConfig, out: Path, progress: Progress) -> Bundle:
@@ -114,7 +141,7 @@ def add_program(manifest: Manifest, target: Format, directory: Path, source: Sou
         GraphContractError: a graph check failed.
         VerificationError: the program is not the model.
     """
-    decoder = target_decoder(source, target, progress)
+    decoder = program_decoder(source, target, directory, manifest.tokenizer, progress)
     built = backend(target).build(decoder, source.limits, source.config.options(target), directory, progress.step)
     alone = manifest.model_copy(update={"programs": (built.program,)})
     for name, text in backend(target).beside(alone).items():
@@ -207,10 +234,7 @@ def verify_program(bundle: Bundle, source: Source | None, progress: Progress) ->
     if source is not None:
         effort = verify.EFFORT[manifest.program.format]
         ids = verify.bundle_ids(bundle, min(effort.tokens, manifest.max_context_length - effort.greedy))
-        decoder = target_decoder(source, manifest.program.format, progress)
-        if manifest.program.format == "executorch" and source.config.quantization.is_quantized:
-            with progress.step("quantise"):
-                quantize(decoder, source.config.quantization)
+        decoder = program_decoder(source, manifest.program.format, bundle.path, manifest.tokenizer, progress)
         eager, original = eager_sessions(manifest, decoder, source, progress)
         with progress.step("against eager") as detail:
             pieces = verify.long_schedule(manifest, len(ids))

@@ -5,7 +5,9 @@ Nothing is exported: ``python scripts/quantization_study.py configs/gemma3_270m.
 
 from __future__ import annotations
 
+import copy
 import tempfile
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -19,33 +21,38 @@ from exporter.english import english_ids
 from exporter.model.decoder import Decoder
 from exporter.progress import Progress
 from exporter.quantization import grids, quantize
+from exporter.quantization.bits import weight_bits
+from exporter.quantization.calibration import calibration_ids
 from exporter.quiet import quieten_libraries
-from exporter.spec import QuantizationSpec, StateSpec
+from exporter.spec import PRESETS, QuantizationSpec, StateSpec
 from exporter.tokenizer import write_tokenizer
 
 TOKENS, CHUNK = 1500, 500
-TABLES = {"embedding": "int8", "head": "int8"}
-
-
-def variants(layers: int) -> dict[str, QuantizationSpec]:
-    """Name to what is quantised; `layers` names the last layer."""
-    edges = ("layers.0.", "layers.1.", f"layers.{layers - 1}.")
-    return {
-        "int8 linears": QuantizationSpec(linear="int8"),
-        "int8 embedding": QuantizationSpec(embedding="int8"),
-        "int8 head": QuantizationSpec(head="int8"),
-        "int8 everywhere": QuantizationSpec(linear="int8", **TABLES),
-        "int4 linears": QuantizationSpec(linear="int4"),
-        "int4 linears, int8 tables": QuantizationSpec(linear="int4", **TABLES),
-        "int4 everywhere": QuantizationSpec(linear="int4", embedding="int4", head="int4"),
-        "int4, down_proj int8": QuantizationSpec(linear="int4", keep_int8=("down_proj",), **TABLES),
-        "int4, down_proj and v_proj int8": QuantizationSpec(linear="int4", keep_int8=("down_proj", "v_proj"), **TABLES),
-        "int4, attention int8": QuantizationSpec(linear="int4", keep_int8=("mixer",), **TABLES),
-        "int4, first two and last layer int8": QuantizationSpec(linear="int4", keep_int8=edges, **TABLES),
-        "int4 in groups of 64, down_proj and v_proj int8": QuantizationSpec(
-            linear="int4", group_size=64, keep_int8=("down_proj", "v_proj"), **TABLES
-        ),
-    }
+INT8 = {"linear": "int8", "embedding": "int8", "head": "int8"}
+FOUR = {"embedding": "int8", "head": "int4", "smooth": True, "rounding": "gptq"}
+VARIANTS: dict[str, QuantizationSpec] = {
+    "**accurate**: int8 everywhere, smoothed": PRESETS["accurate"],
+    "**balanced**: int8, head int4 GPTQ but 32768 rows, smoothed": PRESETS["balanced"],
+    "**small**: int4 GPTQ, v_proj and down_proj int8, smoothed": PRESETS["small"],
+    "int8 linears": QuantizationSpec(linear="int8"),
+    "int8 linears, smoothed": QuantizationSpec(linear="int8", smooth=True),
+    "int8 head": QuantizationSpec(head="int8"),
+    "int8 head, smoothed": QuantizationSpec(head="int8", smooth=True),
+    "int8 everywhere": QuantizationSpec(**INT8),
+    "int4 head, nearest": QuantizationSpec(head="int4"),
+    "int4 head, GPTQ, smoothed": QuantizationSpec(head="int4", rounding="gptq", smooth=True),
+    "int4 head and embedding, GPTQ, smoothed": QuantizationSpec(
+        head="int4", embedding="int4", rounding="gptq", smooth=True
+    ),
+    "balanced without int8 rows of the head": QuantizationSpec(linear="int8", **FOUR),
+    "small, down_proj int4 too": QuantizationSpec(linear="int4", keep_int8=("v_proj",), **FOUR),
+    "small, nearest": QuantizationSpec(
+        linear="int4", embedding="int8", head="int4", keep_int8=("down_proj", "v_proj"), smooth=True
+    ),
+    "small, not smoothed": QuantizationSpec(
+        linear="int4", embedding="int8", head="int4", keep_int8=("down_proj", "v_proj"), rounding="gptq"
+    ),
+}
 
 
 @torch.no_grad()
@@ -58,7 +65,7 @@ def nll(decoder: Decoder, states: tuple[StateSpec, ...], ids: torch.Tensor) -> f
         hidden = decoder.hidden_states(ids[:, start:seq_len], torch.arange(seq_len)[None], tensors, False)
         targets = ids[0, start + 1 : seq_len + 1]
         rows = decoder.logits(hidden)[0, : len(targets)]
-        total += float(torch.nn.functional.cross_entropy(rows.double(), targets, reduction="sum"))
+        total += float(torch.nn.functional.cross_entropy(rows, targets, reduction="none").double().sum())
     return total / (TOKENS - 1)
 
 
@@ -71,25 +78,32 @@ def round_weights(decoder: Decoder) -> None:
 
 
 def main(model: Annotated[Path, typer.Argument(help="The YAML of an export.")]) -> None:
-    """Print a row of the table for every variant."""
+    """Print a row of the table for every variant: NLL, its difference from float32, bits a weight that a token reads
+    and that the file stores, CPU seconds of quantising."""
     quieten_libraries()
     source = pipeline.open_source(load_config(model))
     states = source.states("executorch")
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = write_tokenizer(source.checkpoint, Path(folder))
         ids = torch.tensor([english_ids(Path(folder) / "tokenizer.json", tokenizer, TOKENS)])
+        calibration = calibration_ids(Path(folder), tokenizer, source.limits.max_context_length)
     original = pipeline.read_decoder(source, states, PlainKernels(), Progress.silent())
     base = nll(original, states, ids)
-    print(f"| float32 | {base:.4f} | |")
-    rounded = original.with_kernels(PlainKernels())
+    print(f"| float32 | {base:.4f} | | 32, 32 | |", flush=True)
+    rounded = copy.deepcopy(original)
     round_weights(rounded)
     value = nll(rounded, states, ids)
-    print(f"| int8 linears, activations float | {value:.4f} | {value - base:+.4f} |", flush=True)
-    for name, spec in variants(len(source.checkpoint.spec.layers)).items():
-        decoder = original.with_kernels(PlainKernels())
-        quantize(decoder, spec)
-        value = nll(decoder, states, ids)
-        print(f"| {name} | {value:.4f} | {value - base:+.4f} |", flush=True)
+    print(f"| int8 linears, activations float | {value:.4f} | {value - base:+.4f} | | |", flush=True)
+    for name, spec in VARIANTS.items():
+        decoder = copy.deepcopy(original)  # smoothing works in place
+        start = time.process_time()
+        quantize(decoder, spec, calibration)
+        seconds = time.process_time() - start
+        value, bits = nll(decoder, states, ids), weight_bits(decoder)
+        print(
+            f"| {name} | {value:.4f} | {value - base:+.4f} | {bits.read:.2f}, {bits.stored:.2f} | {seconds:.0f} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -17,14 +17,12 @@ from exporter.machine import resident_bytes
 from exporter.quiet import native_stderr_hidden
 
 ROOT = Path(__file__).resolve().parent.parent
-NONE = {"linear": "none", "embedding": "none", "head": "none"}
-INT8 = {"linear": "int8", "embedding": "int8", "head": "int8"}
-INT4 = {"linear": "int4", "embedding": "int8", "head": "int8", "keep_int8": ["down_proj", "v_proj"]}
 INT8_CACHE = " over int8 caches"
-VARIANTS: dict[str, dict[str, Any]] = {
-    "float32": NONE, "int8": INT8, "int4": INT4, f"float32{INT8_CACHE}": NONE, f"int8{INT8_CACHE}": INT8,
+VARIANTS = {
+    "float32": "none", "accurate": "accurate", "balanced": "balanced", "small": "small",
+    f"float32{INT8_CACHE}": "none", f"accurate{INT8_CACHE}": "accurate",
 }  # fmt: skip
-"""How weights are kept, and by the name's ending how caches are."""
+"""The preset of the weights, and by the name's ending how caches are kept."""
 MODELS = {"gemma3_270m": "Gemma 3 270M", "smollm2_135m": "SmolLM2 135M Instruct"}
 LONG_CONTEXT = {"gemma3_270m": 32768, "smollm2_135m": 8192}
 
@@ -32,7 +30,7 @@ LONG_CONTEXT = {"gemma3_270m": 32768, "smollm2_135m": 8192}
 def config_of(model: str, variant: str) -> Any:
     from exporter.config import load_config
 
-    overrides: dict[str, Any] = {f"quantization.{key}": value for key, value in VARIANTS[variant].items()}
+    overrides: dict[str, Any] = {"quantization": VARIANTS[variant]}
     if variant.endswith(INT8_CACHE):
         overrides["cache.dtype"] = "int8"
     return load_config(ROOT / "configs" / f"{model}.yaml", overrides)
@@ -132,13 +130,12 @@ def markdown(results: dict[str, Any]) -> str:
             rings = ", ".join(str(rows) for rows in m["ring_rows"]) or "none"
             keys = ("state_bytes", "full_caches_bytes", "bare_bytes", "loaded_bytes", "full_context_bytes")
             memory.append([*start, str(m["context"]), rings, *(mib(m[key]) for key in keys)])
-    int4 = ", ".join(f"`{key}: {value}`" for key, value in INT4.items())
     return f"""# The two real models, measured
 
 {results["date"]}, {results["machine"]}. Reproduce with `make real`; the raw figures are in
 `real-models.json`. The text is English prose from Python's own documentation; the reference is Transformers in float32,
-eager attention, reading the same GGUF. Nothing here was run on a device. Weights: `int8` is the shipped config, `int4`
-means {int4}.
+eager attention, reading the same GGUF. Nothing here was run on a device. Weights: the presets of
+[quantization.md](quantization.md); `accurate` is the shipped config.
 
 ## Against Transformers
 

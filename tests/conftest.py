@@ -28,8 +28,12 @@ LLAMA: dict[str, Any] = {
     "model_type": "llama", "num_hidden_layers": 2, "max_position_embeddings": CONTEXT, "vocab_size": VOCAB + 1,
     "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": 0, "tie_word_embeddings": False,
 }  # fmt: skip
-INT8 = {"linear": "int8", "embedding": "int8", "head": "int8"}
 INT4 = {"linear": "int4", "embedding": "int4", "head": "int4", "keep_int8": ["down_proj"]}
+# All that the presets use at once, with a boundary inside this vocabulary.
+MIXED = {
+    "linear": "int4", "embedding": "int8", "head": "int4", "keep_int8": ["down_proj", "v_proj"], "smooth": True,
+    "rounding": "gptq", "head_int8_rows": 100,
+}  # fmt: skip
 
 
 def write_checkpoint(directory: Path, config: dict[str, Any]) -> Path:
@@ -90,7 +94,7 @@ def llama_bundle(exported: Callable[..., Path], tmp_path_factory: pytest.TempPat
 
 @pytest.fixture(scope="session")
 def int8_bundle(exported: Callable[..., Path], tiny_checkpoint: Path) -> Path:
-    return exported(tiny_checkpoint, "int8", quantization=INT8)
+    return exported(tiny_checkpoint, "int8", quantization="accurate")
 
 
 @pytest.fixture(scope="session")
@@ -103,3 +107,8 @@ def int8_cache_bundle(exported: Callable[..., Path], tiny_checkpoint: Path) -> P
 @pytest.fixture(scope="session")
 def int4_bundle(exported: Callable[..., Path], tiny_checkpoint: Path) -> Path:
     return exported(tiny_checkpoint, "int4", quantization=INT4)
+
+
+@pytest.fixture(scope="session")
+def mixed_bundle(exported: Callable[..., Path], tiny_checkpoint: Path) -> Path:
+    return exported(tiny_checkpoint, "mixed", quantization=MIXED)

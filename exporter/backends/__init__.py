@@ -45,8 +45,8 @@ class Backend(Protocol):
         """Write the program of `decoder` under `directory` and check it.
 
         Args:
-            decoder: the float32 model over `kernels` and the states of this format's layout; it may be quantised in
-                place.
+            decoder: the model over `kernels` and the states of this format's layout: the float32 one, which may be
+                changed in place, except that ExecuTorch's is quantised already.
             limits: the maxima its methods declare.
             options: what the config says about this format.
             directory: the staged bundle.

@@ -6,7 +6,7 @@ Letters: Q query_len, S seq_len, V vocab_size, D hidden_size. `offset` = S - Q.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -65,7 +65,7 @@ class Decoder(torch.nn.Module):
         kernels = kernels or PlainKernels()
         self.embed_tokens: torch.nn.Module = torch.nn.Embedding(spec.vocab_size, spec.hidden_size)
         layers = [DecoderLayer(layer, spec, kernels) for layer in spec.layers]
-        self.layers: Iterable[DecoderLayer] = torch.nn.ModuleList(layers)  # type: ignore[assignment]
+        self.layers: Sequence[DecoderLayer] = torch.nn.ModuleList(layers)  # type: ignore[assignment]
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps)
         self.lm_head: torch.nn.Module = torch.nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
         if spec.tie_word_embeddings:
@@ -100,24 +100,39 @@ class Decoder(torch.nn.Module):
         query_len = input_ids.shape[1]
         offset = position_ids.shape[1] - query_len
         torch._check(offset >= 0)
-        hidden = self.embed_tokens(input_ids)
-        if self.spec.embedding_scale != 1.0:
-            hidden = hidden * self.spec.embedding_scale
-        positions = (torch.arange(query_len) + offset).to(torch.float32)
-        rotary = [table(positions) for table in self.rotary_tables]
-        for layer, rope, places in zip(self.layers, self.rotary_index, self.layer_states, strict=True):
+        hidden = self.embed(input_ids)
+        turns = self.turns(query_len, offset)
+        for n, places in enumerate(self.layer_states):
             own = [
                 states[i].narrow(0, place, 1) if len(self.states[i].layers) > 1 else states[i] for i, place in places
             ]
-            normed = layer.input_norm(hidden)
-            if isinstance(layer.mixer, Attention):
-                window = self.states[places[0][0]].window
-                turn = None if rope is None else rotary[rope]
-                mixed = layer.mixer(normed, turn, own, offset=offset, window=window, write_first=write_first)
-            else:
-                mixed = layer.mixer(normed, own[0], offset)
-            hidden = layer.feed(layer.mix(hidden, mixed))
+            hidden = self.apply_layer(n, hidden, turns, own, offset=offset, write_first=write_first)
         return hidden
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """int64 ``[1, Q]`` to what the first layer takes, ``[1, Q, D]``."""
+        hidden: torch.Tensor = self.embed_tokens(input_ids)
+        return hidden * self.spec.embedding_scale if self.spec.embedding_scale != 1.0 else hidden
+
+    def turns(self, query_len: int, offset: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What every rotary table says for Q positions from `offset`."""
+        positions = (torch.arange(query_len) + offset).to(torch.float32)
+        return [table(positions) for table in self.rotary_tables]
+
+    def apply_layer(
+        self, n: int, hidden: torch.Tensor, turns: list[tuple[torch.Tensor, torch.Tensor]],
+        own: list[torch.Tensor], *, offset: int, write_first: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        """Layer n alone, ``[1, Q, D]`` to ``[1, Q, D]``; `own` are its states, in the order of the plan."""
+        layer, rope = self.layers[n], self.rotary_index[n]
+        normed = layer.input_norm(hidden)
+        if isinstance(layer.mixer, Attention):
+            window = self.states[self.layer_states[n][0][0]].window
+            turn = None if rope is None else turns[rope]
+            mixed = layer.mixer(normed, turn, own, offset=offset, window=window, write_first=write_first)
+        else:
+            mixed = layer.mixer(normed, own[0], offset)
+        return layer.feed(layer.mix(hidden, mixed))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """What `hidden_states` returned, ``[1, Q, D]``, to ``[1, Q, V]``."""

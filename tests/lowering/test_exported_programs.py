@@ -24,11 +24,10 @@ from exporter.graph import read_pte, stored_weights
 from exporter.model.mlp import gelu_tanh
 from exporter.programs import METHODS, trace
 from exporter.progress import Progress
-from exporter.quantization import quantize
 from runtime_ref.session import Session
 
 FLOAT_BUNDLES = ("tiny_bundle", "slack_bundle", "llama_bundle")
-QUANTIZED_BUNDLES = ("int8_bundle", "int4_bundle")
+QUANTIZED_BUNDLES = ("int8_bundle", "int4_bundle", "mixed_bundle")
 # Measured on these models: logits up to 30 differ by 2e-5 at most, states by 1e-5.
 LOGITS, STATES = 1e-4, 5e-5
 
@@ -36,9 +35,8 @@ LOGITS, STATES = 1e-4, 5e-5
 def sessions(bundle: Path) -> tuple[Session, Session]:
     """The shipped program, and the eager decoder it was traced from on plain caches."""
     source = pipeline.open_source(load_config(bundle.with_suffix(".yaml")))
-    decoder = pipeline.target_decoder(source, "executorch", Progress.silent())
-    quantize(decoder, source.config.quantization)
     manifest = read_bundle(bundle).manifest
+    decoder = pipeline.program_decoder(source, "executorch", bundle, manifest.tokenizer, Progress.silent())
     return runtime_ref.load(bundle), verify.eager_session(manifest, decoder.with_kernels(PlainKernels()))
 
 
@@ -138,6 +136,18 @@ def test_a_tied_matrix_is_one_place_in_the_file(tiny_bundle: Path) -> None:
     head = [blob for blob in file.named if blob.size == table]
     assert len(embedding) == len(head) == 1
     assert embedding[0].offset == head[0].offset
+
+
+def test_a_mixed_tied_table_is_one_place_in_the_file_part_by_part(mixed_bundle: Path) -> None:
+    """The head's int8 rows, its packed rows and their bfloat16 scales; the embedding adds its residual."""
+    manifest = read_bundle(mixed_bundle).manifest
+    assert manifest.quantization.head_int8_rows == 100
+    assert "bits a weight read for a token" in manifest.program.weights
+    file = read_pte((mixed_bundle / "model.pte").read_bytes())
+    named = {(blob.offset, blob.size) for blob in file.named}
+    sizes = [blob.size for blob in file.constants.values() if (blob.offset, blob.size) in named]
+    assert sorted(sizes) == sorted([100 * 64, 160 * 32])
+    assert sorted(blob.size for blob in file.constants.values())[-3:] == [160 * 32, 160 * 32, 100 * 64]
 
 
 def test_the_manifest_says_what_the_bundle_is(slack_bundle: Path) -> None:

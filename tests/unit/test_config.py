@@ -9,6 +9,7 @@ import yaml
 from exporter.config import CheckpointConfig, load_config, resolve
 from exporter.errors import ConfigError
 from exporter.families import from_hf
+from exporter.spec import PRESETS
 
 ROOT = Path(__file__).parents[2]
 MINIMAL: dict[str, Any] = {"name": "tiny", "checkpoint": {"path": "weights"}}
@@ -34,6 +35,17 @@ def test_defaults_and_paths_relative_to_the_yaml(tmp_path: Path) -> None:
     assert config.targets == ("executorch",)
     assert config.quantization.linear == "none"
     assert config.cache.ring_slack == 0
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_the_mapping_it_stands_for(tmp_path: Path, name: str) -> None:
+    preset = load_config(write(tmp_path, MINIMAL | {"quantization": name}))
+    assert preset.quantization == PRESETS[name]
+    assert preset.quantization.is_quantized == (name != "none")
+    mapping = PRESETS[name].model_dump(mode="json")
+    assert load_config(write(tmp_path, MINIMAL | {"quantization": mapping})) == preset
+    shipped = MINIMAL | {"quantization": {"linear": "int8"}}
+    assert load_config(write(tmp_path, shipped), {"quantization": name}).quantization == PRESETS[name]
 
 
 def test_absolute_paths_stay(tmp_path: Path) -> None:
@@ -72,6 +84,8 @@ def test_an_unknown_key_deeper_down(tmp_path: Path, section: str, allowed: str) 
         ({"name": "../escape"}, ["name = '../escape'"]),
         ({"cache": {"growth": "triple"}}, ["cache.growth = 'triple'", "double"]),
         ({"quantization": {"linear": "int3"}}, ["quantization.linear = 'int3'", "int8"]),
+        ({"quantization": "tiny"}, ["quantization = 'tiny'", "one of none, accurate, balanced, small, or a mapping"]),
+        ({"quantization": {"smooth": True}}, ["a quantised linear or head for smooth"]),
         ({"checkpoint": {}}, ["exactly one of path and package_files"]),
         ({"checkpoint": {"path": "a", "package_files": ["b:c"]}}, ["exactly one of path and package_files"]),
         ({"checkpoint": {"package_files": []}}, ["at least one module:relative/path"]),

@@ -22,7 +22,7 @@ from exporter.graph import (
 from exporter.graph.contract import delegated_floor
 from exporter.model.decoder import Decoder
 from exporter.programs import METHODS, Limits, Method, method_spec, trace
-from exporter.quantization import quantize
+from exporter.quantization.bits import weight_bits
 from exporter.spec import CheckResult, Manifest, ProgramSpec, QuantizationSpec
 
 PROGRAM_FILE = "model.pte"
@@ -38,10 +38,7 @@ def beside(manifest: Manifest) -> dict[str, str]:
 
 
 def build(decoder: Decoder, limits: Limits, options: QuantizationSpec, directory: Path, step: Step) -> Built:
-    """See `Backend.build`; `decoder` is quantised in place."""
-    if options.is_quantized:
-        with step("quantise"):
-            quantize(decoder, options)
+    """See `Backend.build`; `decoder` is quantised as `options` say."""
     with step("trace prefill and main"):
         programs = {method: trace(decoder, method, limits) for method in METHODS}
     contracts = graph_contracts(decoder, limits)
@@ -63,7 +60,7 @@ def build(decoder: Decoder, limits: Limits, options: QuantizationSpec, directory
     program = ProgramSpec(
         format="executorch",
         file=PROGRAM_FILE,
-        weights=_weights(options),
+        weights=_weights(decoder, options),
         states=decoder.states,
         methods={method: method_spec(decoder, method, limits) for method in METHODS},
         runtime=runtime,
@@ -72,10 +69,17 @@ def build(decoder: Decoder, limits: Limits, options: QuantizationSpec, directory
     return Built(program, (*checks, *lowered))
 
 
-def _weights(options: QuantizationSpec) -> str:
+def _weights(decoder: Decoder, options: QuantizationSpec) -> str:
+    """In words, with the average bits a weight."""
     if not options.is_quantized:
         return "float32"
-    return f"linear {options.linear}, embedding {options.embedding}, head {options.head}"
+    head = f"head {options.head}"
+    if options.head_int8_rows:
+        head += f" but {min(options.head_int8_rows, decoder.spec.vocab_size)} rows"
+    kinds = [f"linear {options.linear}", f"embedding {options.embedding}", head]
+    kinds += ["smoothed"] * options.smooth + ["gptq"] * (options.rounding == "gptq")
+    bits = weight_bits(decoder)
+    return f"{', '.join(kinds)}; {bits.read:.2f} bits a weight read for a token, {bits.stored:.2f} stored"
 
 
 def graph_contracts(decoder: Decoder, limits: Limits) -> tuple[ProgramContract, ...]:

@@ -1,0 +1,151 @@
+"""What goes into every linear of the float model, on English text that is not the text models are compared on.
+
+Letters: T tokens, D hidden_size, K input channels of a linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data import topics
+
+import torch
+from tokenizers import Tokenizer
+
+from exporter.cache.plain import PlainKernels
+from exporter.english import english_text
+from exporter.model.attention import Attention
+from exporter.model.decoder import Decoder, DecoderLayer
+from exporter.model.mlp import MLP
+from exporter.spec import TokenizerSpec
+
+TOKENS, CHUNK = 2048, 512
+CHARACTERS = 1200
+CHAPTERS = (
+    "assignment", "async", "attribute-access", "calls", "comparisons", "customization", "debugger", "formatstrings",
+    "function", "identifiers", "operator-summary", "strings", "try", "typesmapping", "typesseq",
+)  # fmt: skip
+"""Of Python's documentation; the first `CHARACTERS` of each. None is a chapter of `exporter.english`."""
+
+
+def calibration_text() -> str:
+    """The chapters, without any paragraph that `exporter.english` has too: chapters repeat each other in places."""
+    compared = {_words(paragraph) for paragraph in english_text().split("\n\n")}
+    return "\n\n".join(
+        paragraph
+        for name in CHAPTERS
+        for paragraph in topics.topics.get(name, "").strip()[:CHARACTERS].split("\n\n")
+        if _words(paragraph) not in compared
+    )
+
+
+def _words(paragraph: str) -> str:
+    return " ".join(paragraph.split())
+
+
+def calibration_ids(tokenizer: Path, spec: TokenizerSpec, context: int) -> torch.Tensor:
+    """int64 ``[1, T]``: the first tokens of the text, after BOS where the model wants one.
+
+    Args:
+        tokenizer: the directory of a bundle's tokenizer.
+        spec: what the bundle says of it.
+        context: the most tokens that the model takes.
+    """
+    encoder = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    ids = encoder.encode(calibration_text(), add_special_tokens=False).ids
+    bos = [spec.bos_token_id] if spec.add_bos and spec.bos_token_id is not None else []
+    return torch.tensor([(bos + ids)[: min(TOKENS, context)]])
+
+
+@dataclass
+class Inputs:
+    """What one input looked like: float32 ``max|x|`` of every channel ``[K]`` and, where asked for, the mean of
+    ``x x^T``, ``[K, K]``."""
+
+    largest: torch.Tensor
+    moments: torch.Tensor | None
+
+    @classmethod
+    def none_yet(cls, channels: int, with_moments: bool) -> Inputs:
+        return cls(torch.zeros(channels), torch.zeros(channels, channels) if with_moments else None)
+
+    def see(self, x: torch.Tensor, total: int) -> None:
+        """``x [1, Q, K]``, of `total` tokens in all."""
+        rows = x[0]
+        self.largest = torch.maximum(self.largest, rows.abs().amax(0))
+        if self.moments is not None:
+            self.moments.addmm_(rows.T, rows, alpha=1 / total)
+
+    def divide(self, factors: torch.Tensor) -> None:
+        """Channel k of the input is now divided by ``factors[k]``."""
+        self.largest = self.largest / factors
+        if self.moments is not None:
+            self.moments.div_(factors[:, None]).div_(factors)
+
+
+def sites(layer: DecoderLayer) -> dict[str, tuple[str, ...]]:
+    """The inputs of a layer's linears: the name of the first linear that takes it, and of all that do. Experts and
+    their router are no such linears."""
+    found: dict[str, tuple[str, ...]]
+    if isinstance(layer.mixer, Attention):
+        found = {"mixer.q_proj": ("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"), "mixer.o_proj": ("mixer.o_proj",)}
+    else:
+        found = {"mixer.in_proj": ("mixer.in_proj",), "mixer.out_proj": ("mixer.out_proj",)}
+    if isinstance(layer.feed_forward, MLP):
+        found["feed_forward.gate_proj"] = ("feed_forward.gate_proj", "feed_forward.up_proj")
+        found["feed_forward.down_proj"] = ("feed_forward.down_proj",)
+    return found
+
+
+HEAD = "lm_head"
+
+
+@torch.no_grad()
+def observe(
+    decoder: Decoder, ids: torch.Tensor, wants_moments: Callable[[str], bool]
+) -> Iterator[tuple[int | None, dict[str, Inputs]]]:
+    """Run the float `decoder` layer by layer, and give each layer's number and inputs once it is done with it; at last
+    None and the head's.
+
+    Whoever takes them may change the layer: the next one is fed what the float layer said. One layer's inputs and
+    states are held at a time, beside the hidden states of all tokens.
+
+    Args:
+        decoder: read, and run over plain kernels.
+        ids: int64 ``[1, T]``.
+        wants_moments: of the name of a site, such as ``layers.0.mixer.q_proj`` or ``lm_head``.
+    """
+    total = ids.shape[1]
+    twin = decoder.with_kernels(PlainKernels())
+    chunks = [(start, min(start + CHUNK, total)) for start in range(0, total, CHUNK)]
+    hidden = torch.cat([twin.embed(ids[:, start:end]) for start, end in chunks], 1)
+    for n, layer in enumerate(twin.layers):
+        found = {}
+        hooks = []
+        for name in sites(layer):
+            linear = layer.get_submodule(name)
+            assert isinstance(linear, torch.nn.Linear)
+            found[name] = Inputs.none_yet(linear.in_features, wants_moments(f"layers.{n}.{name}"))
+
+            def see(_: torch.nn.Module, arguments: tuple[torch.Tensor], inputs: Inputs = found[name]) -> None:
+                inputs.see(arguments[0], total)
+
+            hooks.append(linear.register_forward_pre_hook(see))
+        specs = [twin.states[i] for i, _ in twin.layer_states[n]]
+        own = [
+            torch.zeros((1, total if s.kind == "full" else s.rows, *s.row_shape), dtype=getattr(torch, s.dtype))
+            for s in specs
+        ]
+        for start, end in chunks:
+            turns = twin.turns(end - start, start)
+            hidden[:, start:end] = twin.apply_layer(
+                n, hidden[:, start:end], turns, own, offset=start, write_first=False
+            )
+        for hook in hooks:
+            hook.remove()
+        yield n, found
+    head = Inputs.none_yet(hidden.shape[-1], wants_moments(HEAD))
+    for start, end in chunks:
+        head.see(twin.norm(hidden[:, start:end]), total)
+    yield None, {HEAD: head}

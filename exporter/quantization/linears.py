@@ -1,0 +1,101 @@
+"""The linears of the layers: which grid each one gets, and how it is rounded to it.
+
+Letters: N output channels, K input channels, g groups a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from exporter.errors import ConfigError
+from exporter.model.decoder import Decoder
+from exporter.quantization import grids
+from exporter.quantization.gptq import int4_by_gptq
+from exporter.quantization.modules import QuantizedLinear
+from exporter.spec import QuantizationSpec
+
+Int4 = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""float32 ``[N, K]`` to int8 codes ``[N, K]`` and float32 scales ``[N, g]``."""
+
+
+def linear_names(decoder: Decoder) -> list[str]:
+    """All that are quantised: routers of experts are not, and experts' stacked weights are no linears."""
+    return [
+        name
+        for name, module in decoder.named_modules()
+        if isinstance(module, torch.nn.Linear) and name.startswith("layers.") and not name.endswith("router")
+    ]
+
+
+def grid_of(name: str, spec: QuantizationSpec) -> str:
+    """none, int8 or int4."""
+    return "int8" if spec.linear != "none" and any(part in name for part in spec.keep_int8) else spec.linear
+
+
+def check_linears(decoder: Decoder, spec: QuantizationSpec) -> None:
+    """Refuse rules that name nothing and groups that do not divide, before any work.
+
+    Raises:
+        ConfigError: which.
+    """
+    if spec.linear == "none":
+        return
+    names = linear_names(decoder)
+    for pattern in spec.keep_int8:
+        if not any(pattern in name for name in names):
+            raise ConfigError(
+                "quantization.keep_int8",
+                got=repr(pattern),
+                expected="a part of a linear's name, such as 'down_proj' or 'layers.0.mixer.v_proj'",
+                repair="Names are `layers.N.mixer.{q,k,v,o}_proj` and `layers.N.feed_forward.{gate,up,down}_proj`.",
+            )
+    for name in names:
+        if grid_of(name, spec) == "int4":
+            check_group(_linear(decoder, name).in_features, name, spec.group_size)
+
+
+def quantize_linears(decoder: Decoder, spec: QuantizationSpec, names: Sequence[str], int4: Int4) -> None:
+    """Replace the named linears by their quantised forms; `int4` rounds those that get 4 bits."""
+    for name in names:
+        if (grid := grid_of(name, spec)) == "none":
+            continue
+        linear = _linear(decoder, name)
+        bias = None if linear.bias is None else linear.bias.detach()
+        weight = linear.weight.detach()
+        parent, _, own_name = name.rpartition(".")
+        if grid == "int8":
+            quantized = QuantizedLinear(*grids.int8_per_row(weight), bias, None)
+        else:
+            quantized = QuantizedLinear(*int4(weight), bias, spec.group_size)
+        setattr(decoder.get_submodule(parent), own_name, quantized)
+
+
+def int4_rounding(spec: QuantizationSpec, moments: torch.Tensor | None) -> Int4:
+    """How `spec` rounds to 4 bits; `moments` are those of the input, which GPTQ needs."""
+    if spec.rounding == "nearest":
+        return lambda weight: grids.int4_per_group(weight, spec.group_size)
+
+    def by_gptq(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert moments is not None, "asked for no moments of this input"
+        return int4_by_gptq(weight, moments, spec.group_size)
+
+    return by_gptq
+
+
+def check_group(channels: int, name: str, group_size: int) -> None:
+    """Raises ConfigError: `group_size` does not divide the input channels."""
+    if channels % group_size:
+        raise ConfigError(
+            "quantization.group_size",
+            got=f"{group_size} for {name} with {channels} input channels",
+            expected="a divisor of the input channels",
+            repair="Choose a smaller group_size, or int8, which has no groups.",
+        )
+
+
+def _linear(decoder: Decoder, name: str) -> torch.nn.Linear:
+    linear = decoder.get_submodule(name)
+    assert isinstance(linear, torch.nn.Linear)
+    return linear

@@ -1,0 +1,116 @@
+"""GPTQ against a column-by-column computation from its definition, in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import one_thread  # noqa: F401
+
+from exporter.quantization import gptq, grids
+from exporter.quantization.gptq import DAMP, SEARCH_STEPS, int4_by_gptq
+
+
+def correlated(tokens: int, channels: int, seed: int = 0) -> torch.Tensor:
+    """Inputs ``[T, K]`` whose channels depend on each other and differ in size."""
+    generator = torch.Generator().manual_seed(seed)
+    mixing = torch.randn(channels, channels, generator=generator) / channels**0.5
+    sizes = torch.exp(torch.randn(channels, generator=generator))
+    return torch.randn(tokens, channels, generator=generator) @ (mixing + torch.eye(channels)) * sizes
+
+
+def weight_of(rows: int, columns: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+
+
+def by_definition(weight: np.ndarray, moments: np.ndarray, group_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Optimal Brain Quantizer in column order: round a column, let all later ones move by the minimum of the damped
+    quadratic error, strike the column from the inverse; a group's scale is chosen when its first column is due."""
+    weight = weight.astype(np.float64)
+    moments = moments.astype(np.float64)
+    inverse = np.linalg.inv(moments + DAMP * np.mean(np.diag(moments)) * np.eye(len(moments)))
+    codes = np.zeros(weight.shape, np.int8)
+    scales = np.zeros((len(weight), weight.shape[1] // group_size), np.float32)
+    for column in range(weight.shape[1]):
+        if column % group_size == 0:
+            width = slice(column, column + group_size)
+            costs = conditional_costs(inverse, column, group_size)
+            for row in range(len(weight)):
+                scales[row, column // group_size] = cheapest(weight[row, width], costs)
+        scale = scales[:, column // group_size].astype(np.float64)
+        codes[:, column] = np.clip(np.round(weight[:, column] / scale), -8, 7)
+        error = (weight[:, column] - codes[:, column] * scale) / inverse[column, column]
+        weight -= np.outer(error, inverse[column])
+        inverse = inverse - np.outer(inverse[:, column], inverse[column]) / inverse[column, column]
+    return codes, scales
+
+
+def conditional_costs(inverse: np.ndarray, start: int, count: int) -> np.ndarray:
+    """What a squared error in each of the next columns costs, those before it rounded and those behind it free."""
+    costs, inverse = [], inverse.copy()
+    for column in range(start, start + count):
+        costs.append(1 / inverse[column, column])
+        inverse -= np.outer(inverse[:, column], inverse[column]) / inverse[column, column]
+    return np.array(costs)
+
+
+def cheapest(group: np.ndarray, costs: np.ndarray) -> np.float32:
+    largest = np.float32(np.abs(group).max())
+    best: tuple[float, np.float32] = (np.inf, np.float32(0))
+    for divisor in np.linspace(5.9, 8.9, SEARCH_STEPS):
+        scale = np.float32(torch.tensor(largest / np.float32(divisor)).bfloat16().float().item())
+        codes = np.clip(np.round(group / np.float64(scale)), -8, 7)
+        best = min(best, (float(costs @ (codes * scale - group) ** 2), scale))
+    return best[1]
+
+
+@pytest.mark.parametrize("group_size", [32, 64])
+def test_codes_and_scales_are_those_of_the_definition(group_size: int) -> None:
+    inputs, weight = correlated(300, 128), weight_of(7, 128)
+    moments = inputs.T @ inputs / len(inputs)
+    codes, scales = int4_by_gptq(weight, moments, group_size)
+    want, want_scales = by_definition(weight.numpy(), moments.numpy(), group_size)
+    assert codes.dtype == torch.int8 and scales.dtype == torch.float32
+    assert np.array_equal(scales.numpy(), want_scales)
+    assert np.array_equal(codes.numpy(), want)
+    assert torch.equal(scales, scales.bfloat16().float()), "XNNPACK stores scales in bfloat16"
+
+
+def test_the_error_on_the_inputs_is_far_below_that_of_rounding_to_the_nearest() -> None:
+    inputs, weight = correlated(1000, 128), weight_of(64, 128)
+
+    def error(grid: tuple[torch.Tensor, torch.Tensor]) -> float:
+        codes, scales = grid
+        rounded = (codes.view(*scales.shape, -1) * scales[..., None]).view(weight.shape)
+        return float((inputs @ (rounded - weight).T).square().mean())
+
+    moments = inputs.T @ inputs / len(inputs)
+    assert error(int4_by_gptq(weight, moments, 32)) < 0.5 * error(grids.int4_per_group(weight, 32))
+
+
+def test_rows_do_not_depend_on_the_block_they_are_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, weight = correlated(300, 64), weight_of(11, 64)
+    moments = inputs.T @ inputs
+    whole = int4_by_gptq(weight, moments, 32)
+    monkeypatch.setattr(gptq, "ROWS_AT_A_TIME", 4)
+    parts = int4_by_gptq(weight, moments, 32)
+    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
+
+
+def test_channels_that_are_never_used_and_rows_of_zeros() -> None:
+    inputs = correlated(300, 64)
+    inputs[:, 10:20] = 0
+    weight = weight_of(5, 64)
+    weight[2] = 0
+    codes, scales = int4_by_gptq(weight, inputs.T @ inputs, 32)
+    assert torch.isfinite(scales).all() and (scales > 0).all()
+    assert not codes[2].any() and codes[3].any()
+    codes, scales = int4_by_gptq(weight, torch.zeros(64, 64), 32)
+    assert torch.isfinite(scales).all() and codes[3].any()
+
+
+def test_of_inputs_that_do_not_depend_on_each_other_it_is_the_nearest_code() -> None:
+    weight = weight_of(6, 64)
+    codes, scales = int4_by_gptq(weight, torch.eye(64), 32)
+    nearest = (weight.view(6, 2, 32) / scales[..., None]).round().clamp(-8, 7)
+    assert torch.equal(codes.view(6, 2, 32).float(), nearest)

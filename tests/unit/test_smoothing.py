@@ -1,0 +1,162 @@
+"""Calibration and smoothing: what is observed is what the model feeds its linears, and folding changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import (  # noqa: F401
+    SPECS,
+    attention,
+    decoder_of,
+    model,
+    one_thread,
+    play,
+    randomize,
+    states_of,
+    token_ids,
+)  # fmt: skip
+from toy import BOS, byte_tokenizer
+
+from exporter.english import CHAPTERS, english_text
+from exporter.model.decoder import Decoder
+from exporter.quantization import calibration, smoothing
+from exporter.quantization.calibration import HEAD, calibration_ids, calibration_text, observe, sites
+from exporter.spec import MLPSpec, TokenizerSpec
+
+IDS = token_ids(60)
+BIASED = model(
+    attention(8, qkv_bias=True, output_bias=True), attention(None, qkv_bias=True),
+    feed_forward=MLPSpec(intermediate_size=96, activation="silu", bias=True),
+)  # fmt: skip
+FAMILIES = {**SPECS, "biases": BIASED}
+
+
+def observed(decoder: Decoder, ids: list[int] = IDS, moments: bool = True) -> dict[str, calibration.Inputs]:
+    found = {}
+    for n, inputs in observe(decoder, torch.tensor([ids]), lambda _: moments):
+        found.update({name if n is None else f"layers.{n}.{name}": value for name, value in inputs.items()})
+    return found
+
+
+def fold(decoder: Decoder) -> dict[str, calibration.Inputs]:
+    found = {}
+    for n, inputs in observe(decoder, torch.tensor([IDS]), lambda _: True):
+        if n is None:
+            smoothing.fold_head(decoder, inputs[HEAD])
+        else:
+            smoothing.fold_layer(decoder.layers[n], inputs)
+        found.update({name if n is None else f"layers.{n}.{name}": value for name, value in inputs.items()})
+    return found
+
+
+def whole(decoder: Decoder, ids: list[int] = IDS) -> dict[int, torch.Tensor]:
+    return play(decoder, ids, [len(ids) - 3, 1, 2], states_of(decoder))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_observed_is_what_one_call_feeds_the_linears(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks of 13 here, longer than a ring; in one call there."""
+    monkeypatch.setattr(calibration, "CHUNK", 13)
+    decoder = decoder_of(FAMILIES[name])
+    fed: dict[str, torch.Tensor] = {}
+    linears = {f"layers.{n}.{site}" for n, layer in enumerate(decoder.layers) for site in sites(layer)} | {HEAD}
+    for linear in linears:
+        decoder.get_submodule(linear).register_forward_pre_hook(
+            lambda _, arguments, linear=linear: fed.__setitem__(linear, arguments[0][0])
+        )
+    hidden = decoder.hidden_states(torch.tensor([IDS]), torch.zeros(1, len(IDS)), states_of(decoder), False)
+    decoder.logits(hidden)
+    for module in decoder.modules():
+        module._forward_pre_hooks.clear()
+    found = observed(decoder)
+    assert set(found) == linears
+    for linear, inputs in found.items():
+        x = fed[linear]
+        torch.testing.assert_close(inputs.largest, x.abs().amax(0), rtol=2e-4, atol=1e-5)
+        want = x.T @ x / len(IDS)
+        torch.testing.assert_close(inputs.moments, want, rtol=1e-3, atol=1e-4 * float(want.abs().max()))
+    assert all(inputs.moments is None for inputs in observed(decoder, moments=False).values())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_folded_model_is_the_model(name: str) -> None:
+    decoder = decoder_of(FAMILIES[name])
+    before, norms = whole(decoder), [layer.input_norm.weight.clone() for layer in decoder.layers]
+    found = fold(decoder)
+    for position, logits in whole(decoder).items():
+        assert torch.equal(logits, before[position]), "powers of two move no bit"
+    moved = [not torch.equal(a, b.input_norm.weight) for a, b in zip(norms, decoder.layers, strict=True)]
+    assert any(moved), "nothing was folded"
+    after = observed(decoder)
+    for linear, inputs in found.items():
+        assert inputs.moments is not None and after[linear].moments is not None
+        assert torch.equal(inputs.largest, after[linear].largest)
+        assert torch.equal(inputs.moments, after[linear].moments)
+
+
+def test_every_input_but_those_of_experts_is_smoothed_towards_its_weights() -> None:
+    """An outlier in each linear's input is smaller afterwards, by about the share that ALPHA says."""
+    spec = model(attention(8, num_key_value_heads=2), attention(None))
+    decoder = decoder_of(spec)
+    for layer in decoder.layers:
+        layer.input_norm.weight[5] *= 100
+        layer.feed_forward_norm.weight[7] *= 100
+        layer.feed_forward.up_proj.weight[11] *= 100
+        layer.mixer.v_proj.weight[3] *= 100
+    decoder.norm.weight[2] *= 100
+
+    def spread(inputs: calibration.Inputs) -> float:
+        return float(inputs.largest.max() / inputs.largest.median())
+
+    before = {name: spread(inputs) for name, inputs in observed(decoder).items()}
+    fold(decoder)
+    for name, inputs in observed(decoder).items():
+        assert spread(inputs) < 4 * before[name] ** (1 - smoothing.ALPHA), name
+        assert before[name] > 20
+
+
+def test_factors_are_powers_of_two_with_dead_channels_left_alone() -> None:
+    largest, reach = torch.tensor([0.0, 8.0, 1.0, 1e-3]), torch.tensor([1.0, 1.0, 1.0, 0.0])
+    factors = smoothing._factors(largest, reach)
+    assert factors[0] == factors[3] == 1.0
+    assert torch.equal(factors, factors.log2().round().exp2())
+    assert factors[1] / factors[2] == 2.0 ** round(smoothing.ALPHA * 3)
+    assert torch.equal(smoothing._factors(torch.zeros(3), torch.ones(3)), torch.ones(3))
+
+
+def test_an_untied_head_leaves_the_embedding_alone() -> None:
+    decoder = decoder_of(model(attention(8), tie_word_embeddings=False))
+    table = decoder.embed_tokens
+    rows = table.weight.clone()
+    fold(decoder)
+    assert decoder.embed_tokens is table and torch.equal(table.weight, rows)
+
+
+def tokenizer_in(folder: Path) -> Path:
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.mark.parametrize("add_bos", [False, True])
+def test_calibration_ids_are_the_same_every_time_and_never_those_compared_on(tmp_path: Path, add_bos: bool) -> None:
+    spec: dict[str, Any] = {"bos_token_id": BOS, "eos_token_ids": (), "add_bos": add_bos, "has_chat_template": False}
+    folder = tokenizer_in(tmp_path)
+    ids = calibration_ids(folder, TokenizerSpec(**spec), 10_000)
+    assert ids.shape == (1, calibration.TOKENS) and ids.dtype == torch.int64
+    assert (ids[0, 0] == BOS) == add_bos
+    assert torch.equal(ids, calibration_ids(folder, TokenizerSpec(**spec), 10_000))
+    assert torch.equal(ids[:, :100], calibration_ids(folder, TokenizerSpec(**spec), 100))
+    assert not set(calibration.CHAPTERS) & set(CHAPTERS)
+    compared = {" ".join(p.split()) for p in english_text().split("\n\n")}
+    own = [" ".join(p.split()) for p in calibration_text().split("\n\n")]
+    assert not compared & set(own) and len(" ".join(own)) > 6 * calibration.TOKENS
+
+
+def test_a_model_over_int8_caches_is_observed_too() -> None:
+    decoder = decoder_of(FAMILIES["config T"], dtype="int8")
+    exact = observed(decoder_of(FAMILIES["config T"]))
+    for name, inputs in observed(decoder).items():
+        assert (inputs.largest - exact[name].largest).abs().max() < 0.2 * exact[name].largest.max()
