@@ -49,6 +49,21 @@ def test_concat_mask_shows_each_query_the_last_window_positions_once(capacity: i
 
 
 @pytest.mark.parametrize(("capacity", "window"), RINGS)
+def test_chunk_first_mask_leaves_out_what_was_never_written(capacity: int, window: int) -> None:
+    for offset in range(3 * capacity + 1):
+        for length in chunk_lengths(capacity):
+            ring = [position for position in replay(offset, capacity) if position >= 0]
+            held = list(range(offset, offset + length)) + ring
+            assert masks.held_slots(offset, capacity) == len(ring)
+            visible = masks.chunk_first_window_causal_mask(offset, length, capacity, window)
+            assert visible.dtype == torch.bool and visible.shape == (length, len(held))
+            for i, row in enumerate(visible.tolist()):
+                query = offset + i
+                seen = sorted(position for position, shown in zip(held, row, strict=True) if shown)
+                assert seen == list(range(max(0, query - window + 1), query + 1)), (offset, length, i)
+
+
+@pytest.mark.parametrize(("capacity", "window"), RINGS)
 def test_ring_mask_shows_the_newest_token_its_window(capacity: int, window: int) -> None:
     for seq_len in range(1, 3 * capacity + 2):
         held = replay(seq_len, capacity)

@@ -1,0 +1,85 @@
+"""What the lowering changes on the way to XNNPACK, and that it changes nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from executorch.backends.xnnpack._passes import XNNPACKPassManager
+from tiny_models import GLOBAL, SLIDING, decoder_of, model
+from torch.export import Dim, export
+
+from exporter.backends.executorch import lower
+from exporter.backends.executorch.means import means_as_products
+from exporter.backends.executorch.passes import LARGEST_CONCATENATION, TRIGGERS, NeededPasses, is_needed
+from exporter.graph import read_pte
+from exporter.programs import METHODS, Limits, trace
+
+LIMITS = Limits(max_context_length=64, max_prefill_chunk=32)
+
+
+class Means(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        squares = x * x
+        return squares.mean(-1, keepdim=True), squares.mean(2, keepdim=True), x.mean(-1), x.mean((1, 2), keepdim=True)
+
+
+def test_a_mean_over_the_last_axis_becomes_a_product_and_others_stay() -> None:
+    x = torch.randn(1, 3, 20, generator=torch.Generator().manual_seed(0))
+    program = export(Means(), (x,), dynamic_shapes=({1: Dim("q", min=2, max=8)},))
+    means_as_products(program)
+    targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert targets.count("aten.linear.default") == 2 and targets.count("aten.mean.dim") == 2
+    assert [name for name in program.constants if "mean_of" in name] == ["mean_of_20"]
+    for length in (2, 8):
+        x = torch.randn(1, length, 20, generator=torch.Generator().manual_seed(length))
+        for got, wanted in zip(program.module()(x), Means()(x), strict=True):
+            torch.testing.assert_close(got, wanted, rtol=0, atol=3e-7)
+
+
+def test_no_mean_is_left_to_cut_the_file() -> None:
+    decoder = decoder_of(model(*[SLIDING] * 3, GLOBAL), kernels="executorch", context=64)
+    file = read_pte(lower({method: trace(decoder, method, LIMITS) for method in METHODS}))
+    for plan in file.plans.values():
+        assert "aten::mean.out" not in plan.operators_called()
+
+
+def test_leaving_passes_out_changes_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = decoder_of(model(SLIDING, GLOBAL), kernels="executorch", context=64)
+
+    def data() -> bytes:
+        return lower({"prefill": trace(decoder, "prefill", LIMITS)})
+
+    ran: list[int] = []
+    original = NeededPasses.transform
+
+    def counted(self: NeededPasses) -> Any:
+        ran.append(len(self.passes))
+        return original(self)
+
+    monkeypatch.setattr(NeededPasses, "transform", counted)
+    few = data()
+    assert ran and max(ran) < 8  # of 17
+    module = importlib.import_module("exporter.backends.executorch.lower")
+    monkeypatch.setattr(module, "needed_passes_only", contextlib.nullcontext)
+    assert data() == few
+
+
+def test_a_pass_whose_operator_is_there_is_kept() -> None:
+    names = {one.__name__ for one in XNNPACKPassManager(None).passes}  # type: ignore[arg-type]
+    assert names >= TRIGGERS.keys(), "a pass named here is gone from ExecuTorch"
+    assert is_needed("Conv1dUnsqueezePass", {"aten.convolution.default"})
+    assert not is_needed("Conv1dUnsqueezePass", {"aten.linear.default"})
+    assert is_needed("ConvertToLinearPass", {"aten.linear.default"})
+    x = torch.ones(1, 2)
+    for count in (LARGEST_CONCATENATION, LARGEST_CONCATENATION + 1):
+
+        class Many(torch.nn.Module):
+            def forward(self, x: torch.Tensor, count: int = count) -> torch.Tensor:
+                return torch.cat([x * k for k in range(count)])
+
+        kept = {one.__name__ for one in NeededPasses(export(Many(), (x,))).passes}
+        assert ("DecomposeConcatenate" in kept) == (count > LARGEST_CONCATENATION)
