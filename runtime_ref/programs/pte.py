@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from exporter.errors import BundleError
 from exporter.quiet import native_stderr_hidden
 from runtime_ref.programs import check_call
 from runtime_ref.programs.file_pages import release_file_pages
-from runtime_ref.programs.xnnpack import pack_weights_once
+from runtime_ref.programs.xnnpack import share_packed_weights
 
 
 def prepare(threads: int | None = None) -> None:
@@ -28,7 +29,6 @@ def prepare(threads: int | None = None) -> None:
         portable_lib._threadpool_get_thread_count()  # the first use of the pool looks the processor up
         if threads is not None:
             portable_lib._unsafe_reset_threadpool(threads)
-    pack_weights_once()
 
 
 @contextlib.contextmanager
@@ -41,6 +41,10 @@ def one_torch_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+_loaded: weakref.WeakSet[PteProgram] = weakref.WeakSet()
+"""The programs alive; the first of them shares packed weights among its methods."""
 
 
 class PteProgram:
@@ -58,6 +62,7 @@ class PteProgram:
             # The bundle's checksum covers the whole file, so the runtime need not verify it again.
             self._program = Runtime.get().load_program(path, verification=Verification.Minimal)
             release_file_pages(path)
+            share_packed_weights(not _loaded)
             self._methods = {name: self._program.load_method(name) for name in ("prefill", "main")}
             release_file_pages(path)
         except (RuntimeError, KeyError) as error:
@@ -67,6 +72,7 @@ class PteProgram:
                 expected="a program of the ExecuTorch version that the manifest names, with prefill and main",
                 repair="Install that version, or export the model again.",
             ) from error
+        _loaded.add(self)
 
     def run(self, method: str, input_ids: Tensor, position_ids: Tensor, states: Sequence[Tensor]) -> Tensor:
         """See `Program.run`."""

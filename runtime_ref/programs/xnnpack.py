@@ -24,11 +24,13 @@ class BackendOption(ctypes.Structure):
     )
 
 
-def pack_weights_once() -> None:
-    """Let the methods of a program loaded from now on share their packed weights, as an app does by the same option.
+def share_packed_weights(share: bool) -> None:
+    """Whether the methods of a program loaded from now on share their packed weights, as an app decides by the same
+    option. Otherwise each method packs a copy of every weight.
 
-    Without it each method packs a copy of every weight. Where this build of ExecuTorch has no such function, methods
-    are loaded as it loads them.
+    The cache knows a weight by its integers alone (ExecuTorch 1.5.1): of two programs in one process whose matrices
+    have equal integers and different scales, the second computes with the first one's scales. So only one program at a
+    time may share. Where this build of ExecuTorch has no such function, methods are loaded as it loads them.
     """
     import executorch
 
@@ -38,7 +40,7 @@ def pack_weights_once() -> None:
     if set_option is None:
         return
     option = BackendOption(key=WEIGHT_CACHE)
-    option.value[0] = 1  # a bool, the variant's first alternative
+    option.value[0] = int(share)  # a bool, the variant's first alternative
     set_option.argtypes = (ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t)
     set_option.restype = ctypes.c_uint32
     error = set_option(BACKEND, ctypes.byref(option), 1)

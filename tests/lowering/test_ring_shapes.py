@@ -99,11 +99,11 @@ def test_a_write_that_lowering_moves_before_a_read_of_int8_rows_fails(
     index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any of the four states of a layer. Decoding stands outside the delegates, so that partitioning leaves it in
-    order by itself; what keeps it there is the check."""
+    order by itself; what keeps it there is the check. A write of what a delegate made of the read cannot be moved."""
     module = importlib.import_module("exporter.backends.executorch.lower")
     decoder = decoder_of(model(SLIDING), kernels="executorch", dtype="int8", context=CONTEXT)
     limits = Limits(max_context_length=CONTEXT, max_prefill_chunk=CHUNK)
-    original, names = module._order_writes, []
+    original, names, bound = module._order_writes, [], []
 
     def one_write_early(graph: Graph) -> None:
         original(graph)
@@ -118,6 +118,9 @@ def test_a_write_that_lowering_moves_before_a_read_of_int8_rows_fails(
             if position[node] > position[read] and node not in moved:
                 moved.append(node)
                 stack += node.all_input_nodes
+        if any(read in node.all_input_nodes for node in moved):
+            bound.append(names[-1])
+            return
         for node in sorted(moved, key=position.__getitem__):
             read.prepend(node)
 
@@ -125,5 +128,8 @@ def test_a_write_that_lowering_moves_before_a_read_of_int8_rows_fails(
     data = lower({"prefill": trace(decoder, "prefill", limits)})
     contract = ProgramContract("prefill", method_spec(decoder, "prefill", limits), decoder.states)
     failed = [result for result in check_lowered(data, [contract], runtime_registry()[1]) if not result.passed]
+    if bound:
+        assert index < 2 and not failed
+        return
     assert [result.name for result in failed] == ["prefill_reads_before_write"]
     assert len(names) == 1 and f"{names[0]}: " in failed[0].evidence

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import re
 from pathlib import Path
@@ -10,22 +11,63 @@ from pathlib import Path
 import executorch
 import pytest
 import torch
+from tiny_models import GLOBAL, SLIDING, decoder_of, model
+from torch.export import export
 
+from exporter.backends.executorch import lower
+from exporter.backends.executorch.program import check_codes
+from exporter.errors import UnsupportedModelError
+from exporter.quantization import quantize
+from exporter.quantization.modules import QuantizedLinear
+from exporter.spec import QuantizationSpec
 from runtime_ref.programs.file_pages import release_file_pages
-from runtime_ref.programs.pte import one_torch_thread, prepare
-from runtime_ref.programs.xnnpack import BACKEND, WEIGHT_CACHE, BackendOption
+from runtime_ref.programs.pte import PteProgram, _loaded, one_torch_thread, prepare
+from runtime_ref.programs.xnnpack import BACKEND, WEIGHT_CACHE, BackendOption, share_packed_weights
 
 GET_OPTION = "_ZN10executorch7runtime10get_optionEPKcNS0_4SpanINS0_13BackendOptionEEE"
 
 
-def test_xnnpack_shares_packed_weights_once_the_runtime_is_prepared() -> None:
-    prepare()
+def shares() -> bool:
     library = ctypes.CDLL(str(Path(next(iter(executorch.__path__))) / "lib" / "libexecutorch.so"))
     get_option = getattr(library, GET_OPTION)
     get_option.argtypes = (ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t)
     option = BackendOption(key=WEIGHT_CACHE, index=1)
     assert get_option(BACKEND, ctypes.byref(option), 1) == 0
-    assert (option.index, option.value[0]) == (0, 1)  # a bool, true
+    assert option.index == 0  # a bool
+    return bool(option.value[0])
+
+
+class Scaled(torch.nn.Module):
+    """The same integers in every instance, times `scale`."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        codes = torch.randint(-127, 128, (64, 32), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
+        self.linear = QuantizedLinear(codes, torch.full((64,), scale), None, None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+def test_the_first_program_shares_packed_weights_and_none_beside_it(tmp_path: Path) -> None:
+    prepare()
+    share_packed_weights(True)
+    assert shares()
+    share_packed_weights(False)
+    assert not shares()
+    gc.collect()
+    assert not _loaded, "a program of another test is alive"
+    x = torch.randn(1, 4, 32, generator=torch.Generator().manual_seed(1))
+    programs, results = [], []
+    for scale in (0.25, 0.5):
+        path = tmp_path / f"{scale}.pte"
+        path.write_bytes(lower({name: export(Scaled(scale), (x,)) for name in ("prefill", "main")}))
+        programs.append(PteProgram(path))
+        assert shares() == (scale == 0.25)
+        method = programs[-1]._methods["main"]
+        assert method is not None
+        results.append(method.execute([x])[0].clone())
+    assert torch.equal(results[1], 2 * results[0]) and float(results[0].abs().max()) > 0
 
 
 def resident_kilobytes(path: Path) -> int:
@@ -57,3 +99,18 @@ def test_torch_gets_its_threads_back_whatever_happens() -> None:
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+def test_equal_integers_with_different_scales_are_refused() -> None:
+    decoder = decoder_of(model(SLIDING, GLOBAL), context=64)
+    quantize(decoder, QuantizationSpec(linear="int8"))
+    check_codes(decoder)
+    first, second = (layer.feed_forward.gate_proj for layer in decoder.layers)
+    second.weight = first.weight.clone()
+    with pytest.raises(UnsupportedModelError, match=r"layers\.0\.feed_forward\.gate_proj and layers\.1"):
+        check_codes(decoder)
+    second.scales = first.scales.clone()
+    check_codes(decoder)
+    second.scales, first.weight = first.scales * 2, torch.zeros_like(first.weight)
+    second.weight = first.weight
+    check_codes(decoder)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
 from torch.export import ExportedProgram
 
 from exporter.backends import Built, Step
 from exporter.backends.executorch.cache import ExecutorchKernels
 from exporter.backends.executorch.lower import lower
 from exporter.cache.interface import CacheKernels
+from exporter.errors import UnsupportedModelError
 from exporter.graph import (
     ProgramContract,
     check_exported,
@@ -23,6 +26,7 @@ from exporter.graph.contract import delegated_floor
 from exporter.model.decoder import Decoder
 from exporter.programs import METHODS, Limits, Method, method_spec, trace
 from exporter.quantization.bits import weight_bits
+from exporter.quantization.modules import QuantizedLinear
 from exporter.spec import CheckResult, Manifest, ProgramSpec, QuantizationSpec
 
 PROGRAM_FILE = "model.pte"
@@ -39,6 +43,7 @@ def beside(manifest: Manifest) -> dict[str, str]:
 
 def build(decoder: Decoder, limits: Limits, options: QuantizationSpec, directory: Path, step: Step) -> Built:
     """See `Backend.build`; `decoder` is quantised as `options` say."""
+    check_codes(decoder)
     with step("trace prefill and main"):
         programs = {method: trace(decoder, method, limits) for method in METHODS}
     contracts = graph_contracts(decoder, limits)
@@ -67,6 +72,28 @@ def build(decoder: Decoder, limits: Limits, options: QuantizationSpec, directory
         operators=tuple(outside),
     )
     return Built(program, (*checks, *lowered))
+
+
+def check_codes(decoder: Decoder) -> None:
+    """XNNPACK's weight cache knows a matrix by its integers; two with equal ones and different scales would get the
+    same scales.
+
+    Raises:
+        UnsupportedModelError: `decoder` has such a pair.
+    """
+    seen: dict[bytes, tuple[str, torch.Tensor]] = {}
+    for name, module in decoder.named_modules():
+        if not isinstance(module, QuantizedLinear) or not module.weight.any():
+            continue
+        digest = hashlib.blake2b(module.weight.numpy().tobytes()).digest()
+        other, scales = seen.setdefault(digest, (name, module.scales))
+        if not torch.equal(scales, module.scales):
+            raise UnsupportedModelError(
+                "quantization",
+                got=f"{other} and {name} with the same integers and different scales",
+                expected="matrices that differ in their integers, or in nothing",
+                repair="Quantise one of them in another way, for example with keep_int8.",
+            )
 
 
 def _weights(decoder: Decoder, options: QuantizationSpec) -> str:
