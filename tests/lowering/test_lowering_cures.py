@@ -9,14 +9,23 @@ from typing import Any
 import pytest
 import torch
 from executorch.backends.xnnpack._passes import XNNPACKPassManager
+from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 from tiny_models import GLOBAL, SLIDING, decoder_of, model
 from torch.export import Dim, export
 
 from exporter.backends.executorch import lower
 from exporter.backends.executorch.means import means_as_products
-from exporter.backends.executorch.passes import LARGEST_CONCATENATION, TRIGGERS, NeededPasses, is_needed
+from exporter.backends.executorch.passes import (
+    LARGEST_CONCATENATION,
+    TRIGGERS,
+    NeededPasses,
+    WholeOperators,
+    is_needed,
+)
 from exporter.graph import read_pte
 from exporter.programs import METHODS, Limits, trace
+from exporter.quantization import quantize
+from exporter.spec import QuantizationSpec
 
 LIMITS = Limits(max_context_length=64, max_prefill_chunk=32)
 
@@ -47,8 +56,10 @@ def test_no_mean_is_left_to_cut_the_file() -> None:
         assert "aten::mean.out" not in plan.operators_called()
 
 
-def test_leaving_passes_out_changes_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("linear", ["none", "int8"])
+def test_leaving_passes_out_changes_no_byte(linear: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = decoder_of(model(SLIDING, GLOBAL), kernels="executorch", context=64)
+    quantize(decoder, QuantizationSpec(linear=linear))
 
     def data() -> bytes:
         return lower({"prefill": trace(decoder, "prefill", LIMITS)})
@@ -65,6 +76,7 @@ def test_leaving_passes_out_changes_no_byte(monkeypatch: pytest.MonkeyPatch) -> 
     assert ran and max(ran) < 8  # of 17
     module = importlib.import_module("exporter.backends.executorch.lower")
     monkeypatch.setattr(module, "needed_passes_only", contextlib.nullcontext)
+    monkeypatch.setattr(module, "WholeOperators", XnnpackPartitioner)
     assert data() == few
 
 
@@ -83,3 +95,20 @@ def test_a_pass_whose_operator_is_there_is_kept() -> None:
 
         kept = {one.__name__ for one in NeededPasses(export(Many(), (x,))).passes}
         assert ("DecomposeConcatenate" in kept) == (count > LARGEST_CONCATENATION)
+
+
+def test_the_filter_stays_where_a_linear_cannot_be_taken() -> None:
+    class Products(torch.nn.Module):
+        def __init__(self, constant: bool) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(4, 3), requires_grad=False)
+            self.constant = constant
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.linear(x, self.weight if self.constant else self.weight * x.sum())
+
+    for constant in (True, False):
+        program = export(Products(constant), (torch.ones(2, 3),))
+        operators, takes = WholeOperators().ops_to_not_decompose(program)
+        assert torch.ops.aten.linear.default in operators
+        assert (takes is None) == constant

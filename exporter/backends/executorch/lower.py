@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
 from executorch.exir.passes import MemoryPlanningPass, ToOutVarPass
 from torch.export import ExportedProgram
@@ -18,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassResult
 
 from exporter.backends.executorch.means import means_as_products
-from exporter.backends.executorch.passes import needed_passes_only
+from exporter.backends.executorch.passes import WholeOperators, needed_passes_only
 from exporter.backends.executorch.share import share_equal_bytes
 from exporter.programs import Method
 
@@ -114,7 +113,7 @@ def lower(programs: Mapping[Method, ExportedProgram]) -> bytes:
     with needed_passes_only():
         edge = to_edge_transform_and_lower(
             dict(programs),
-            partitioner={name: [XnnpackPartitioner()] for name in programs},
+            partitioner={name: [WholeOperators()] for name in programs},
             compile_config=EdgeCompileConfig(_check_ir_validity=False),
         )
     config = ExecutorchBackendConfig(

@@ -1,8 +1,11 @@
-"""Which of XNNPACK's passes a graph needs.
+"""What lowering to XNNPACK can leave out: passes and a decomposition that change nothing.
 
 Before it serialises a delegate, XNNPACK's back end runs 17 passes, and after each the delegate's whole graph is
 re-traced on fake tensors: four fifths of the time that lowering Gemma 3 270M took. Most of them look for operators that
 no decoder has. A pass that finds nothing to do is left out; the file stays the same to the byte (a test compares).
+
+And where a partitioner may refuse operators that it asked to keep whole, every program is decomposed three times
+instead of twice, once to find out.
 """
 
 from __future__ import annotations
@@ -12,9 +15,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import torch
 from executorch.backends.xnnpack import _passes as own
 from executorch.backends.xnnpack import xnnpack_preprocess
+from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 from torch.export import ExportedProgram
+from torch.fx import Node
 
 TRIGGERS: dict[str, tuple[str, ...]] = {
     "ConvertToUpsampleBilinear2d": ("upsample",),
@@ -52,6 +58,17 @@ def is_needed(name: str, operators: set[str]) -> bool:
     """Whether the pass called `name` may find something among `operators`."""
     triggers = TRIGGERS.get(name)
     return triggers is None or any(trigger in operator for trigger in triggers for operator in operators)
+
+
+class WholeOperators(XnnpackPartitioner):
+    """XNNPACK's own partitioner, which says so when it takes every operator that it wants kept whole."""
+
+    def ops_to_not_decompose(
+        self, ep: ExportedProgram
+    ) -> tuple[list[torch._ops.OpOverload], Callable[[Node], bool] | None]:
+        operators, takes = super().ops_to_not_decompose(ep)
+        kept = [node for node in ep.graph.nodes if node.op == "call_function" and node.target in operators]
+        return operators, None if takes is None or all(takes(node) for node in kept) else takes
 
 
 @contextlib.contextmanager
