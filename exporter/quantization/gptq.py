@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from exporter.quantization.grids import INT4_MAX, INT4_MIN
+from exporter.quantization.grids import INT4_MAX, INT4_MIN, row_blocks
 
 DAMP = 0.01
 """Share of the mean second moment that is added to all of them: what was not seen is not to be trusted."""
@@ -30,14 +30,8 @@ def int4_by_gptq(weight: torch.Tensor, moments: torch.Tensor, group_size: int) -
     upper = _error_factors(moments)
     codes = torch.empty(weight.shape, dtype=torch.int8)
     scales = torch.empty(weight.shape[0], weight.shape[1] // group_size)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # many small operators: a second thread is waited for, not used
-    try:
-        for start in range(0, weight.shape[0], ROWS_AT_A_TIME):
-            rows = slice(start, start + ROWS_AT_A_TIME)
-            codes[rows], scales[rows] = _round_rows(weight[rows], upper, group_size)
-    finally:
-        torch.set_num_threads(threads)
+    for rows in row_blocks(weight, ROWS_AT_A_TIME):
+        codes[rows], scales[rows] = _round_rows(weight[rows], upper, group_size)
     return codes, scales
 
 

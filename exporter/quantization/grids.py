@@ -22,7 +22,7 @@ def int8_per_row(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 ``[N, K]`` to int8 ``[N, K]`` in -127 .. 127 and float32 scales ``[N]``: ``scale = max|w| / 127``."""
     scales = (weight.abs().amax(1) / INT8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
     quantized = torch.empty(weight.shape, dtype=torch.int8)
-    for rows in _row_blocks(weight):
+    for rows in row_blocks(weight):
         quantized[rows] = (weight[rows] / scales[rows, None]).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
     return quantized, scales
 
@@ -36,7 +36,7 @@ def int4_per_group(weight: torch.Tensor, group_size: int) -> tuple[torch.Tensor,
     """
     quantized = torch.empty(weight.shape, dtype=torch.int8)
     scales = torch.empty(weight.shape[0], weight.shape[1] // group_size)
-    for rows in _row_blocks(weight):
+    for rows in row_blocks(weight):
         grouped = weight[rows].reshape(-1, weight.shape[1] // group_size, group_size)
         best_q, best_scale = _least_squares_scale(grouped)
         quantized[rows], scales[rows] = best_q.reshape(weight[rows].shape), best_scale
@@ -60,16 +60,16 @@ def int4_shifted_per_group(weight: torch.Tensor, group_size: int) -> tuple[torch
     codes = torch.empty(weight.shape, dtype=torch.int8)
     scales = torch.empty(weight.shape[0], weight.shape[1] // group_size)
     zero_points = torch.empty(scales.shape, dtype=torch.int8)
-    for rows in _row_blocks(weight):
+    for rows in row_blocks(weight):
         found = quantize(weight[rows].numpy(), kind, schemes.ASYMMETRIC, [1, group_size])
         codes[rows], scales[rows], zero_points[rows] = (torch.from_numpy(part.astype(part.dtype)) for part in found)
     return codes, scales, zero_points
 
 
-def _row_blocks(weight: torch.Tensor) -> Iterator[slice]:
-    """Blocks of rows, each worked on by one thread: thousands of small operators would each wait for the second one
-    whenever the machine is busy (a hundredfold slow-down was measured)."""
-    step = max(1, ELEMENTS_AT_A_TIME // weight.shape[1])
+def row_blocks(weight: torch.Tensor, rows_at_a_time: int | None = None) -> Iterator[slice]:
+    """Blocks of rows, by default of `ELEMENTS_AT_A_TIME`, each worked on by one thread: thousands of small operators
+    would each wait for the second one whenever the machine is busy (a hundredfold slow-down was measured)."""
+    step = rows_at_a_time or max(1, ELEMENTS_AT_A_TIME // weight.shape[1])
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
