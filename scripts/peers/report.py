@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from measuring import table
 from peers.catalogue import MODELS, PEERS, UNMEASURED
 from peers.schedule import SHORT, Figure, above_bare, at, key, long_peak, median, ratio
 
 TITLES = {peer.name: peer.title for peer in PEERS}
 Run = Mapping[str, Any]
-
-
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    body = [f"| {' | '.join(row)} |" for row in (columns, *rows)]
-    return "\n".join([body[0], "|" + "---|" * len(columns), *body[1:]])
 
 
 def contenders(runs: Sequence[Run]) -> tuple[list[str], list[str]]:
