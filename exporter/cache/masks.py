@@ -74,7 +74,7 @@ def causal_mask(offset: int, query_len: int, rows: int) -> torch.Tensor:
 def last_live_row(offset: int, capacity: int) -> int:
     """``min(offset, C - 1)``: the last row of a ring in use after the token at `offset` was written.
 
-    Written in integer arithmetic on non-negative numbers because ExecuTorch's edge dialect has no symbolic minimum:
+    Written in integer arithmetic on non-negative numbers, which every converter takes:
     ``C // (offset + 1)`` is 0 exactly when ``offset >= C``, and ``1 // (1 + x)`` is 1 exactly when x is 0.
     """
     wrapped = 1 // (1 + capacity // (offset + 1))
