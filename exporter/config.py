@@ -15,7 +15,17 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, field_validator, model_validator
 
 from exporter.errors import ConfigError
-from exporter.spec import PRESETS, CachePolicy, CoreAIOptions, CoreMLOptions, Format, ModelSpec, QuantizationSpec
+from exporter.spec import (
+    PRESETS,
+    AttentionKernels,
+    CachePolicy,
+    CoreAIOptions,
+    CoreMLOptions,
+    ExecutorchOptions,
+    Format,
+    ModelSpec,
+    QuantizationSpec,
+)
 
 # A dotted module would make importlib import its parent package.
 _PACKAGE_FILE = re.compile(r"[A-Za-z_]\w*:(?!/)(?!.*(?:^|[:/])\.\.(?:/|$)).+")
@@ -62,8 +72,8 @@ class CheckpointConfig(_Config):
 class ExportConfig(_Config):
     """One export. ``max_context_length: null`` means the model's own `max_position_embeddings`.
 
-    `quantization` is that of the ExecuTorch program, a mapping or the name of a preset; the others have a section of
-    their own.
+    `quantization`, a mapping or the name of a preset, and `kernels` are those of the ExecuTorch program
+    (`spec.ExecutorchOptions`); the others have a section of their own.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
@@ -73,6 +83,7 @@ class ExportConfig(_Config):
     max_prefill_chunk: StrictInt = Field(default=512, ge=2)
     cache: CachePolicy = CachePolicy()
     quantization: QuantizationSpec = QuantizationSpec()
+    kernels: AttentionKernels = "ring"
     coreml: CoreMLOptions = CoreMLOptions()
     coreai: CoreAIOptions = CoreAIOptions()
     targets: tuple[Format, ...] = ("executorch",)
@@ -100,10 +111,10 @@ class ExportConfig(_Config):
             raise ValueError(f"cache.dtype float32 for the targets {', '.join(others)}: int8 caches are ExecuTorch's")
         return self
 
-    def options(self, target: Format) -> QuantizationSpec | CoreMLOptions | CoreAIOptions:
+    def options(self, target: Format) -> ExecutorchOptions | CoreMLOptions | CoreAIOptions:
         """What the config says about one target."""
         if target == "executorch":
-            return self.quantization
+            return ExecutorchOptions(quantization=self.quantization, kernels=self.kernels)
         return self.coreml if target == "coreml" else self.coreai
 
 

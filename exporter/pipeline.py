@@ -75,7 +75,8 @@ def read_decoder(source: Source, states: Sequence[StateSpec], kernels: CacheKern
 
 def target_decoder(source: Source, target: Format, progress: Progress) -> Decoder:
     """The float32 model over the states and kernels of `target`."""
-    return read_decoder(source, source.states(target), backend(target).kernels(), progress)
+    kernels = backend(target).kernels(source.config.options(target))
+    return read_decoder(source, source.states(target), kernels, progress)
 
 
 def program_decoder(

@@ -26,7 +26,7 @@ Weights = Literal["float32", "float16", "int8", "int4", "palettized4"]
 def coreml_decoder(spec: ModelSpec, *, slack: int = 0) -> Decoder:
     """The float32 model over Core ML's states."""
     states = state_specs(spec, CachePolicy(ring_slack=slack), CONTEXT, "static", "float16")
-    return randomize(Decoder(spec, states, kernels()))
+    return randomize(Decoder(spec, states, kernels(CoreMLOptions())))
 
 
 @cache

@@ -47,12 +47,12 @@ def one_thread() -> Iterator[None]:
 def kernels_named(name: str) -> CacheKernels:
     if name == "plain":
         return PlainKernels()
-    from exporter.backends.executorch.cache import ExecutorchKernels
+    from exporter.backends.executorch.cache import ExecutorchKernels, StockKernels
 
-    return ExecutorchKernels()
+    return ExecutorchKernels() if name == "executorch" else StockKernels()
 
 
-KERNELS = ("plain", "executorch")
+KERNELS = ("plain", "executorch", "stock")
 CacheDType = Literal["float32", "int8"]
 DTYPES: tuple[CacheDType, ...] = ("float32", "int8")
 

@@ -1,4 +1,4 @@
-"""One folder a format: `kernels()` are the caches its decoder is built on, `build` writes a program.
+"""One folder a format: `kernels` are the caches its decoder is built on, `build` writes a program.
 
 A back end is imported when a config asks for it: its libraries take seconds to load, and some are optional.
 """
@@ -37,8 +37,8 @@ class Backend(Protocol):
     VERSIONS: tuple[str, ...]
     """The distributions that the file depends on, whose versions the manifest records."""
 
-    def kernels(self) -> CacheKernels:
-        """The cache implementation of this back end."""
+    def kernels(self, options: Any) -> CacheKernels:
+        """The cache implementation of this back end; `options` as `build` takes them."""
         ...
 
     def build(self, decoder: Decoder, limits: Limits, options: Any, directory: Path, step: Step) -> Built:

@@ -11,7 +11,7 @@ from exporter.spec.base import DType, Spec
 from exporter.spec.model import ModelSpec
 from exporter.spec.states import CachePolicy, Layout, StateSpec, state_specs
 
-MANIFEST_VERSION = 2
+MANIFEST_VERSION = 3
 
 
 class QuantizationSpec(Spec):
@@ -124,6 +124,19 @@ class _ReducedWeights(Spec):
         return self
 
 
+AttentionKernels = Literal["ring", "stock"]
+
+
+class ExecutorchOptions(Spec):
+    """How an ExecuTorch program keeps its weights, and what it attends with: `ring`, the kernels of
+    `runtime_ref/kernels`, which an app links, or `stock`, those that every build of ExecuTorch has. Either file runs
+    with either, to the same results; what differs is who gets a prefill's attention of sliding layers,
+    ``llama::custom_sdpa`` or XNNPACK."""
+
+    quantization: QuantizationSpec
+    kernels: AttentionKernels
+
+
 class CoreMLOptions(_ReducedWeights):
     """How a Core ML program keeps its weights: `int8` per output channel, `int4` per block of 32 input channels,
     `palettized4` as 4-bit indices into a table. ``float32`` computes in float32 too, for comparisons; its states are
@@ -143,7 +156,8 @@ class ProgramSpec(Spec):
 
     `states` is the state it takes, `weights` says in a word how its weights are stored and `keep_int8` which of them
     have 8 bits all the same (of an ExecuTorch program, the manifest's `quantization` does); `operators` are those it
-    uses; of an ExecuTorch program, those outside every delegate.
+    uses; of an ExecuTorch program, those outside every delegate. `kernels` is what an ExecuTorch program was laid out
+    for.
     """
 
     format: Format
@@ -154,6 +168,7 @@ class ProgramSpec(Spec):
     methods: dict[str, MethodSpec]
     runtime: str
     operators: tuple[str, ...]
+    kernels: AttentionKernels = "stock"
 
 
 class SourceSpec(Spec):

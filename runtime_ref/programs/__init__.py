@@ -112,7 +112,7 @@ def load_program(bundle: Bundle) -> Program:
     if program.format == "executorch":
         from runtime_ref.programs.pte import PteProgram
 
-        return PteProgram(bundle.path / program.file)
+        return PteProgram(bundle.path / program.file, program.kernels)
     if program.format == "coreml":
         from runtime_ref.programs.mlpackage.program import MLPackageProgram
 

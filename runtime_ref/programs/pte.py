@@ -12,13 +12,15 @@ from torch import Tensor
 
 from exporter.errors import BundleError
 from exporter.quiet import native_stderr_hidden
+from exporter.spec import AttentionKernels
 from runtime_ref.programs import check_call
 from runtime_ref.programs.file_pages import release_file_pages
+from runtime_ref.programs.ring_kernels import use_ring_kernels
 from runtime_ref.programs.xnnpack import share_packed_weights
 
 
 def prepare(threads: int | None = None) -> None:
-    """Import the runtime and its kernels; `threads`, when given, is the size of its pool from here on."""
+    """Import the runtime and all kernels; `threads`, when given, is the size of its pool from here on."""
     with native_stderr_hidden():
         # Importing registers the kernels that the file calls by name.
         import executorch.extension.llm.custom_ops.custom_ops
@@ -29,6 +31,7 @@ def prepare(threads: int | None = None) -> None:
         portable_lib._threadpool_get_thread_count()  # the first use of the pool looks the processor up
         if threads is not None:
             portable_lib._unsafe_reset_threadpool(threads)
+        use_ring_kernels(False)  # compiles them, if this machine has not done so yet
 
 
 @contextlib.contextmanager
@@ -50,11 +53,16 @@ _loaded: weakref.WeakSet[PteProgram] = weakref.WeakSet()
 class PteProgram:
     """Both methods of one `.pte` file, loaded once.
 
+    Args:
+        path: the file.
+        kernels: what it attends with: `ring`, those of `runtime_ref/kernels`, where they can be compiled, or `stock`,
+            ExecuTorch's own.
+
     Raises:
         BundleError: the installed runtime refuses the file or one of its methods.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, kernels: AttentionKernels = "ring") -> None:
         prepare()
         from executorch.runtime import Runtime, Verification
 
@@ -63,6 +71,8 @@ class PteProgram:
             self._program = Runtime.get().load_program(path, verification=Verification.Minimal)
             release_file_pages(path)
             share_packed_weights(not _loaded)
+            # The registry is the process's, and a method looks its kernels up while it loads.
+            self.kernels: AttentionKernels = "ring" if use_ring_kernels(kernels == "ring") else "stock"
             self._methods = {name: self._program.load_method(name) for name in ("prefill", "main")}
             release_file_pages(path)
         except (RuntimeError, KeyError) as error:

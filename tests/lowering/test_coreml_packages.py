@@ -165,7 +165,7 @@ def test_every_family_agrees_with_eager(family: str, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(at(tmp_path / "model"))
     states = state_specs(checkpoint.spec, CachePolicy(), 64, "static", "float16")
     weights = checkpoint.load_state_dict(parameter_shapes(checkpoint.spec), lambda done, total: None)
-    decoder = Decoder.from_state_dict(checkpoint.spec, states, kernels(), weights)
+    decoder = Decoder.from_state_dict(checkpoint.spec, states, kernels(CoreMLOptions()), weights)
     limits = Limits(max_context_length=64, max_prefill_chunk=24)
     result = build(decoder, limits, CoreMLOptions(weights="float32"), tmp_path, Progress.silent().step)
     # Windows of 8: a chunk of three of them that straddles a ring's end, a small one that does, single tokens.

@@ -17,6 +17,7 @@ from exporter.cache.plain import PlainKernels
 from exporter.graph import ProgramContract, check_exported, check_lowered, runtime_registry
 from exporter.model.decoder import Decoder
 from exporter.programs import METHODS, Limits, method_spec, trace
+from exporter.spec import AttentionKernels
 from runtime_ref.programs.pte import PteProgram
 
 CONTEXT, CHUNK = 160, 64
@@ -33,7 +34,7 @@ SHAPES = {
 class Lowered:
     """Both methods in one file, the checks that failed on the way, and the decoder they came from."""
 
-    def __init__(self, decoder: Decoder, folder: Path) -> None:
+    def __init__(self, decoder: Decoder, folder: Path, kernels: AttentionKernels) -> None:
         limits = Limits(max_context_length=CONTEXT, max_prefill_chunk=CHUNK)
         self.decoder = decoder
         programs = {method: trace(decoder, method, limits) for method in METHODS}
@@ -44,7 +45,7 @@ class Lowered:
         self.failed = [result for result in results if not result.passed]
         self.file = folder / "model.pte"
         self.file.write_bytes(data)
-        self.program = PteProgram(self.file)
+        self.program = PteProgram(self.file, kernels)
 
     def call(self, ids: list[int], offset: int, states: list[torch.Tensor]) -> torch.Tensor:
         method = "main" if len(ids) == 1 else "prefill"
@@ -52,11 +53,12 @@ class Lowered:
         return self.program.run(method, torch.tensor([ids]), positions, states)[0]
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module", params=[*((shape, "ring") for shape in SHAPES), (next(iter(SHAPES)), "stock")])
 def lowered(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Lowered:
-    spec, slack = SHAPES[request.param]
-    decoder = decoder_of(spec, kernels="executorch", slack=slack, context=CONTEXT)
-    return Lowered(decoder, tmp_path_factory.mktemp("pte"))
+    shape, kernels = request.param
+    spec, slack = SHAPES[shape]
+    decoder = decoder_of(spec, kernels="executorch" if kernels == "ring" else kernels, slack=slack, context=CONTEXT)
+    return Lowered(decoder, tmp_path_factory.mktemp("pte"), kernels)
 
 
 def test_every_length_over_every_ring_is_eagers_and_the_oracles(lowered: Lowered) -> None:

@@ -36,7 +36,7 @@ STATE_KINDS = {"full": "kv_cache", "ring": "sliding_cache", "conv": "fixed"}
 """What Apple's metadata calls a state. A ``fixed`` one turns off going back to a shorter conversation."""
 
 
-def kernels() -> CacheKernels:
+def kernels(options: CoreAIOptions) -> CacheKernels:
     return PlainKernels()
 
 

@@ -19,7 +19,7 @@ RUNTIME = "iOS 18, macOS 15"
 """The first systems with states and functions."""
 
 
-def kernels() -> CacheKernels:
+def kernels(options: CoreMLOptions) -> CacheKernels:
     return CoremlKernels()
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.export import ExportedProgram
 
 from exporter.backends import Built, Step
-from exporter.backends.executorch.cache import ExecutorchKernels
+from exporter.backends.executorch.cache import ExecutorchKernels, StockKernels
 from exporter.backends.executorch.lower import lower
 from exporter.cache.interface import CacheKernels
 from exporter.errors import UnsupportedModelError
@@ -27,22 +27,22 @@ from exporter.model.decoder import Decoder
 from exporter.programs import METHODS, Limits, Method, method_spec, trace
 from exporter.quantization.bits import weight_bits
 from exporter.quantization.modules import QuantizedLinear
-from exporter.spec import CheckResult, Manifest, ProgramSpec, QuantizationSpec
+from exporter.spec import CheckResult, ExecutorchOptions, Manifest, ProgramSpec, QuantizationSpec
 
 PROGRAM_FILE = "model.pte"
 VERSIONS = ("executorch", "torchao")
 
 
-def kernels() -> CacheKernels:
-    return ExecutorchKernels()
+def kernels(options: ExecutorchOptions) -> CacheKernels:
+    return ExecutorchKernels() if options.kernels == "ring" else StockKernels()
 
 
 def beside(manifest: Manifest) -> dict[str, str]:
     return {}
 
 
-def build(decoder: Decoder, limits: Limits, options: QuantizationSpec, directory: Path, step: Step) -> Built:
-    """See `Backend.build`; `decoder` is quantised as `options` say."""
+def build(decoder: Decoder, limits: Limits, options: ExecutorchOptions, directory: Path, step: Step) -> Built:
+    """See `Backend.build`; `decoder` is built and quantised as `options` say."""
     check_codes(decoder)
     with step("trace prefill and main"):
         programs = {method: trace(decoder, method, limits) for method in METHODS}
@@ -65,11 +65,12 @@ def build(decoder: Decoder, limits: Limits, options: QuantizationSpec, directory
     program = ProgramSpec(
         format="executorch",
         file=PROGRAM_FILE,
-        weights=_weights(decoder, options),
+        weights=_weights(decoder, options.quantization),
         states=decoder.states,
         methods={method: method_spec(decoder, method, limits) for method in METHODS},
         runtime=runtime,
         operators=tuple(outside),
+        kernels=options.kernels,
     )
     return Built(program, (*checks, *lowered))
 
