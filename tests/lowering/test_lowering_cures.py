@@ -56,13 +56,18 @@ def test_no_mean_is_left_to_cut_the_file() -> None:
         assert "aten::mean.out" not in plan.operators_called()
 
 
-@pytest.mark.parametrize("linear", ["none", "int8"])
-def test_leaving_passes_out_changes_no_byte(linear: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = decoder_of(model(SLIDING, GLOBAL), kernels="executorch", context=64)
+@pytest.mark.parametrize(
+    ("linear", "kernels", "dtype"), [("none", "executorch", "int8"), ("int8", "executorch", "float32"),
+                                     ("none", "stock", "float32")],
+)  # fmt: skip
+def test_leaving_passes_out_changes_no_byte(
+    linear: Any, kernels: str, dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = decoder_of(model(SLIDING, GLOBAL), kernels=kernels, dtype=dtype, context=64)
     quantize(decoder, QuantizationSpec(linear=linear))
 
     def data() -> bytes:
-        return lower({"prefill": trace(decoder, "prefill", LIMITS)})
+        return lower({method: trace(decoder, method, LIMITS) for method in METHODS})
 
     ran: list[int] = []
     original = NeededPasses.transform

@@ -116,8 +116,8 @@ def lower(programs: Mapping[Method, ExportedProgram]) -> bytes:
             partitioner={name: [WholeOperators()] for name in programs},
             compile_config=EdgeCompileConfig(_check_ir_validity=False),
         )
-    config = ExecutorchBackendConfig(
-        to_out_var_pass=InPlaceStatePass(),
-        memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False),
-    )
-    return share_equal_bytes(edge.to_executorch(config).buffer)
+        config = ExecutorchBackendConfig(
+            to_out_var_pass=InPlaceStatePass(),
+            memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False),
+        )
+        return share_equal_bytes(edge.to_executorch(config).buffer)
