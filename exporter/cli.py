@@ -15,7 +15,6 @@ from rich.pretty import Pretty
 
 from exporter.config import load_config
 from exporter.errors import ConfigError, UserError
-from exporter.machine import keep_freed_memory
 from exporter.quiet import native_stderr_hidden, quieten_libraries
 
 app = typer.Typer(
@@ -53,7 +52,6 @@ def export(
 ) -> None:
     """Write a bundle: the program, its tokenizer and a manifest, verified against the model it came from."""
     config = load_config(model, parse_overrides(overrides))
-    keep_freed_memory()
     with native_stderr_hidden():  # torch and ExecuTorch take seconds: a bad YAML should not wait for them
         from exporter import pipeline, tables
     from exporter.plan import model_states, plan_contexts

@@ -15,6 +15,7 @@ from exporter.cache.interface import CacheKernels
 from exporter.cache.plain import PlainKernels
 from exporter.checkpoint import Checkpoint, open_checkpoint
 from exporter.config import ExportConfig, resolve
+from exporter.machine import release_freed_memory
 from exporter.model.decoder import Decoder, parameter_shapes
 from exporter.programs import Limits
 from exporter.progress import Progress
@@ -112,6 +113,7 @@ def export(config: ExportConfig, out: Path, progress: Progress) -> Bundle:
             tokenizer_dir = writer.path / "tokenizer"
             tokenizer_dir.mkdir()
             tokenizer = write_tokenizer(source.checkpoint, tokenizer_dir)
+        release_freed_memory()
         distributions = (*RECORDED_VERSIONS, *(name for target in config.targets for name in backend(target).VERSIONS))
         manifest = Manifest(
             name=config.name,
@@ -144,6 +146,7 @@ def add_program(manifest: Manifest, target: Format, directory: Path, source: Sou
     """
     decoder = program_decoder(source, target, directory, manifest.tokenizer, progress)
     built = backend(target).build(decoder, source.limits, source.config.options(target), directory, progress.step)
+    release_freed_memory()
     alone = manifest.model_copy(update={"programs": (built.program,)})
     for name, text in backend(target).beside(alone).items():
         (directory / name).write_text(text, encoding="utf-8")

@@ -96,7 +96,7 @@ def trace(decoder: Decoder, method: Method, limits: Limits, ids_dtype: str = "in
         )
     spec = method_spec(decoder, method, limits, ids_dtype)
     dims = {name: Dim(name, min=low, max=high) for name, (low, high) in spec.dims.items() if low < high}
-    example = {"query_len": min(8, dims_high(spec, "query_len")), "rows": dims_high(spec, "rows")}
+    example = {"query_len": min(8, dims_high(spec, "query_len")), "rows": min(64, dims_high(spec, "rows"))}
     example["seq_len"] = min(example["query_len"] + 3, dims_high(spec, "seq_len"))
     arguments, dynamic = [], []
     for tensor in spec.inputs:

@@ -7,6 +7,7 @@ mostly weights.
 from __future__ import annotations
 
 import math
+import mmap
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -118,7 +119,7 @@ class PteFile:
         yield from self.payloads
 
 
-def read_pte(data: bytes) -> PteFile:
+def read_pte(data: bytes | mmap.mmap) -> PteFile:
     """Read a program file.
 
     Raises:
@@ -151,7 +152,7 @@ def _damaged(got: str) -> GraphContractError:
     )
 
 
-def _parse(data: bytes, program_size: int, base: int) -> PteFile:
+def _parse(data: bytes | mmap.mmap, program_size: int, base: int) -> PteFile:
     program = _flatbuffer_to_program(data[:program_size])
 
     def segment(index: int) -> tuple[int, int]:

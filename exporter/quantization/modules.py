@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from exporter.quantization import grids
 
 QD = torch.ops.quantized_decomposed
-WEIGHTS_AT_A_TIME = 2**25
+WEIGHTS_AT_A_TIME = 2**21
 """As many are dequantised at once by eager: the float copy of a head would be larger than the quantised model."""
 
 

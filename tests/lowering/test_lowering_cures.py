@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,10 +50,10 @@ def test_a_mean_over_the_last_axis_becomes_a_product_and_others_stay() -> None:
             torch.testing.assert_close(got, wanted, rtol=0, atol=3e-7)
 
 
-def test_no_mean_is_left_to_cut_the_file() -> None:
+def test_no_mean_is_left_to_cut_the_file(tmp_path: Path) -> None:
     decoder = decoder_of(model(*[SLIDING] * 3, GLOBAL), kernels="executorch", context=64)
-    file = read_pte(lower({method: trace(decoder, method, LIMITS) for method in METHODS}))
-    for plan in file.plans.values():
+    lower({method: trace(decoder, method, LIMITS) for method in METHODS}, tmp_path / "model.pte")
+    for plan in read_pte((tmp_path / "model.pte").read_bytes()).plans.values():
         assert "aten::mean.out" not in plan.operators_called()
 
 
@@ -61,13 +62,14 @@ def test_no_mean_is_left_to_cut_the_file() -> None:
                                      ("none", "stock", "float32")],
 )  # fmt: skip
 def test_leaving_passes_out_changes_no_byte(
-    linear: Any, kernels: str, dtype: Any, monkeypatch: pytest.MonkeyPatch
+    linear: Any, kernels: str, dtype: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     decoder = decoder_of(model(SLIDING, GLOBAL), kernels=kernels, dtype=dtype, context=64)
     quantize(decoder, QuantizationSpec(linear=linear))
 
     def data() -> bytes:
-        return lower({method: trace(decoder, method, LIMITS) for method in METHODS})
+        lower({method: trace(decoder, method, LIMITS) for method in METHODS}, tmp_path / "model.pte")
+        return (tmp_path / "model.pte").read_bytes()
 
     ran: list[int] = []
     original = NeededPasses.transform

@@ -40,11 +40,10 @@ class Lowered:
         programs = {method: trace(decoder, method, limits) for method in METHODS}
         contracts = [ProgramContract(m, method_spec(decoder, m, limits), decoder.states) for m in METHODS]
         results = [r for contract in contracts for r in check_exported(programs[contract.method], contract)]
-        data = lower(programs)
-        results += check_lowered(data, contracts, runtime_registry()[1])
-        self.failed = [result for result in results if not result.passed]
         self.file = folder / "model.pte"
-        self.file.write_bytes(data)
+        lower(programs, self.file)
+        results += check_lowered(self.file.read_bytes(), contracts, runtime_registry()[1])
+        self.failed = [result for result in results if not result.passed]
         self.program = PteProgram(self.file, kernels)
 
     def call(self, ids: list[int], offset: int, states: list[torch.Tensor]) -> torch.Tensor:
@@ -98,7 +97,7 @@ def test_the_file_itself_refuses_a_chunk_for_main_and_too_long_a_one_for_prefill
 
 @pytest.mark.parametrize("index", range(4))
 def test_a_write_that_lowering_moves_before_a_read_of_int8_rows_fails(
-    index: int, monkeypatch: pytest.MonkeyPatch
+    index: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Any of the four states of a layer. Decoding stands outside the delegates, so that partitioning leaves it in
     order by itself; what keeps it there is the check. A write of what a delegate made of the read cannot be moved."""
@@ -127,9 +126,12 @@ def test_a_write_that_lowering_moves_before_a_read_of_int8_rows_fails(
             read.prepend(node)
 
     monkeypatch.setattr(module, "_order_writes", one_write_early)
-    data = lower({"prefill": trace(decoder, "prefill", limits)})
+    path = tmp_path / "model.pte"
+    lower({"prefill": trace(decoder, "prefill", limits)}, path)
     contract = ProgramContract("prefill", method_spec(decoder, "prefill", limits), decoder.states)
-    failed = [result for result in check_lowered(data, [contract], runtime_registry()[1]) if not result.passed]
+    failed = [
+        result for result in check_lowered(path.read_bytes(), [contract], runtime_registry()[1]) if not result.passed
+    ]
     if bound:
         assert index < 2 and not failed
         return

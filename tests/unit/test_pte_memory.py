@@ -61,7 +61,7 @@ def test_the_first_program_shares_packed_weights_and_none_beside_it(tmp_path: Pa
     programs, results = [], []
     for scale in (0.25, 0.5):
         path = tmp_path / f"{scale}.pte"
-        path.write_bytes(lower({name: export(Scaled(scale), (x,)) for name in ("prefill", "main")}))
+        lower({name: export(Scaled(scale), (x,)) for name in ("prefill", "main")}, path)
         programs.append(PteProgram(path))
         assert shares() == (scale == 0.25)
         method = programs[-1]._methods["main"]

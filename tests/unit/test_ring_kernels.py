@@ -117,12 +117,13 @@ def test_causal_attention_is_the_definition_and_reads_no_later_row(
 
 @settings(max_examples=80, deadline=None)
 @given(
-    heads=st.sampled_from(HEADS), query_len=QUERIES, rows=ROWS, share=st.sampled_from((0.02, 0.5, 1.0)),
+    heads=st.sampled_from(HEADS), sizes=st.tuples(QUERIES, ROWS), share=st.sampled_from((0.02, 0.5, 1.0)),
     hidden=st.sampled_from((-torch.inf, torch.finfo(torch.float32).min / 2)), seed=st.integers(0, 9),
 )  # fmt: skip
 def test_masked_attention_is_the_definition_and_reads_no_row_that_all_are_denied(
-    heads: tuple[int, int, int], query_len: int, rows: int, share: float, hidden: float, seed: int
+    heads: tuple[int, int, int], sizes: tuple[int, int], share: float, hidden: float, seed: int
 ) -> None:
+    query_len, rows = sizes
     query, keys, values = tensors(heads, query_len, rows, seed)
     generator = torch.Generator().manual_seed(seed)
     visible = torch.rand(query_len, rows, generator=generator) < share

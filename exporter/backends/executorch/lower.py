@@ -6,12 +6,16 @@ of whole states and lists them among the outputs; `InPlaceStatePass` removes bot
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
+from executorch.exir.lowered_backend_module import LoweredBackendModule
 from executorch.exir.passes import MemoryPlanningPass, ToOutVarPass
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassResult
@@ -19,6 +23,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 from exporter.backends.executorch.means import means_as_products
 from exporter.backends.executorch.passes import WholeOperators, needed_passes_only
 from exporter.backends.executorch.share import share_equal_bytes
+from exporter.machine import release_freed_memory
 from exporter.programs import Method
 
 
@@ -99,13 +104,23 @@ def _origin(node: Any) -> Any:
 COPIES = (torch.ops.aten.copy.default, torch.ops.aten.copy.out, torch.ops.aten.copy_.default)
 
 
+def _forget_shapes(programs: Mapping[Method, ExportedProgram]) -> None:
+    """Empty torch's caches of shapes, whose keys hold arguments of calls: delegates, with all their weights."""
+    FakeTensorMode.cache_clear()
+    for program in programs.values():
+        for node in program.graph.nodes:
+            value = node.meta.get("val")
+            if isinstance(value, FakeTensor) and value.fake_mode.shape_env is not None:
+                value.fake_mode.shape_env.fake_tensor_cache.clear()
+
+
 def _is_dead_buffer(node: Node) -> bool:
     is_buffer = node.target is torch.ops.aten.copy.out or "alloc" in str(node.target)
     return node.op == "call_function" and not node.users and is_buffer
 
 
-def lower(programs: Mapping[Method, ExportedProgram]) -> bytes:
-    """The bytes of a `.pte` with one method for each program, linear algebra delegated to XNNPACK.
+def lower(programs: Mapping[Method, ExportedProgram], path: Path) -> None:
+    """Write to `path` a `.pte` with one method for each program, linear algebra delegated to XNNPACK.
 
     `programs` are changed on the way."""
     for program in programs.values():
@@ -120,4 +135,19 @@ def lower(programs: Mapping[Method, ExportedProgram]) -> bytes:
             to_out_var_pass=InPlaceStatePass(),
             memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False),
         )
-        return share_equal_bytes(edge.to_executorch(config).buffer)
+        done = edge.to_executorch(config)
+    lowered = [module for name in edge.methods for module in edge.exported_program(name).graph_module.modules()]
+    del edge
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        repeating = Path(folder) / path.name
+        with repeating.open("wb") as file:
+            done.write_to_file(file)
+        del done
+        # Something keeps the graphs alive, so the weights that their delegates brought along are let go by name.
+        for module in lowered:
+            if isinstance(module, LoweredBackendModule) and module.named_data_store_output is not None:
+                module.named_data_store_output.buffers.clear()
+        del lowered
+        _forget_shapes(programs)
+        release_freed_memory()
+        share_equal_bytes(repeating, path)

@@ -51,12 +51,13 @@ def build(decoder: Decoder, limits: Limits, options: ExecutorchOptions, director
         checks = check_programs(programs, contracts)
         detail(f"{len(checks)} checks passed")
     with step("lower to ExecuTorch") as detail:
-        data = lower(programs)
+        path = directory / PROGRAM_FILE
+        lower(programs, path)
         del programs
-        (directory / PROGRAM_FILE).write_bytes(data)
-        detail(f"{len(data) / 1e6:.0f} MB")
+        detail(f"{path.stat().st_size / 1e6:.0f} MB")
     with step("check lowered program") as detail:
         runtime, operators = runtime_registry()
+        data = path.read_bytes()
         lowered = check_lowered(data, contracts, operators)
         refuse_failed(lowered)
         file = read_pte(data)

@@ -8,6 +8,10 @@ forbids two segments to overlap, so the blob's segment is pointed into the tenso
 from __future__ import annotations
 
 import hashlib
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
 
 from executorch.exir._serialize import _program as pte
 from executorch.exir._serialize._flatbuffer_program import _flatbuffer_to_program, _program_to_flatbuffer
@@ -17,53 +21,64 @@ from exporter.graph.pte_plan import read_pte
 
 SEGMENT_ALIGNMENT = 128
 MIN_BYTES = 4096  # smaller blobs are not worth an unaligned segment
+PIECE = 2**23  # bytes read at a time: the file is never whole in memory
 
 
-def share_equal_bytes(data: bytes) -> bytes:
-    """The same program with every named blob that repeats a constant tensor's bytes pointed at that tensor."""
-    header = pte._get_extended_header(data)
-    assert header is not None, "a lowered program carries its constants in segments"
-    program = _flatbuffer_to_program(data[: header.program_size])
-    base = header.segment_base_offset
-    view = memoryview(data)
+def share_equal_bytes(source: Path, target: Path) -> None:
+    """Write to `target` the program in `source` with every named blob that repeats a constant tensor's bytes pointed at
+    that tensor."""
+    with source.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        header = pte._get_extended_header(data)
+        assert header is not None, "a lowered program carries its constants in segments"
+        program = _flatbuffer_to_program(data[: header.program_size])
+        base = header.segment_base_offset
+        blobs = [blob for blob in read_pte(data).constants.values() if blob.size >= MIN_BYTES]
 
-    def digest(offset: int, size: int) -> bytes:
-        return hashlib.blake2b(view[offset : offset + size]).digest()
+        constants = {(blob.size, _digest(file, blob.offset, blob.size)): blob.offset - base for blob in blobs}
+        sizes = {size for size, _ in constants}
+        named = {entry.segment_index for entry in program.named_data or []}
+        shared: dict[int, int] = {}  # segment -> the place of its twin, counted from the first segment as it is now
+        for index in named:
+            segment = program.segments[index]
+            if segment.size in sizes:
+                twin = constants.get((segment.size, _digest(file, base + segment.offset, segment.size)))
+                if twin is not None:
+                    shared[index] = twin
 
-    constants = {
-        (blob.size, digest(blob.offset, blob.size)): blob.offset - base
-        for blob in read_pte(data).constants.values()
-        if blob.size >= MIN_BYTES
-    }
-    sizes = {size for size, _ in constants}
-    named = {entry.segment_index for entry in program.named_data or []}
-    shared: dict[int, int] = {}  # segment -> the place of its twin, counted from the first segment as it is now
-    for index in named:
-        segment = program.segments[index]
-        if segment.size in sizes:
-            twin = constants.get((segment.size, digest(base + segment.offset, segment.size)))
-            if twin is not None:
-                shared[index] = twin
-    if not shared:
-        return data
+        old = [(segment.offset, segment.size) for segment in program.segments]
+        end = 0
+        for index, segment in enumerate(program.segments):
+            if index not in shared:
+                segment.offset = aligned_size(end, SEGMENT_ALIGNMENT)
+                end = segment.offset + segment.size
+        for index, place in shared.items():
+            home = next(
+                i for i, (offset, size) in enumerate(old) if i not in shared and offset <= place < offset + size
+            )
+            program.segments[index].offset = program.segments[home].offset + place - old[home][0]
 
-    old = [(segment.offset, segment.size) for segment in program.segments]
-    end = 0
-    for index, segment in enumerate(program.segments):
-        if index not in shared:
-            segment.offset = aligned_size(end, SEGMENT_ALIGNMENT)
-            end = segment.offset + segment.size
-    for index, place in shared.items():
-        home = next(i for i, (offset, size) in enumerate(old) if i not in shared and offset <= place < offset + size)
-        program.segments[index].offset = program.segments[home].offset + place - old[home][0]
+        with target.open("wb") as out:
+            start = out.write(_program_bytes(program, end))
+            for index, (offset, size) in enumerate(old):
+                if index not in shared:
+                    out.write(bytes(start + program.segments[index].offset - out.tell()))
+                    for piece in _pieces(file, base + offset, size):
+                        out.write(piece)
 
-    out = bytearray(_program_bytes(program, end))
-    start = len(out)
-    for index, (offset, size) in enumerate(old):
-        if index not in shared:
-            out += bytes(start + program.segments[index].offset - len(out))
-            out += view[base + offset : base + offset + size]
-    return bytes(out)
+
+def _pieces(file: BinaryIO, offset: int, size: int) -> Iterator[bytes]:
+    file.seek(offset)
+    while size:
+        piece = file.read(min(size, PIECE))
+        size -= len(piece)
+        yield piece
+
+
+def _digest(file: BinaryIO, offset: int, size: int) -> bytes:
+    found = hashlib.blake2b()
+    for piece in _pieces(file, offset, size):
+        found.update(piece)
+    return found.digest()
 
 
 def _program_bytes(program: pte.Program, segment_bytes: int) -> bytes:
