@@ -84,7 +84,7 @@ class Decoder(torch.nn.Module):
     ) -> torch.Tensor:
         """The last token's logits ``[1, V]``; arguments as `hidden_states`."""
         hidden = self.hidden_states(input_ids, position_ids, states, write_first)
-        return self.logits(hidden[:, -1])
+        return self.logits(hidden[:, -1:, :])[:, 0]
 
     def hidden_states(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, states: Sequence[torch.Tensor], write_first: bool

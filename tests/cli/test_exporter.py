@@ -146,11 +146,11 @@ def test_a_full_disk_leaves_no_bundle(
 ) -> None:
     config = write_config(tmp_path / "full.yaml", tiny_checkpoint)
 
-    def no_space(self: Path, data: bytes) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device", str(self))
+    def no_space(programs: object, path: Path) -> None:
+        path.write_bytes(b"half a program")
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr(pte_program, "lower", lambda programs: b"program")
-    monkeypatch.setattr(Path, "write_bytes", no_space)
+    monkeypatch.setattr(pte_program, "lower", no_space)
     assert "disk full" in refused(monkeypatch, capfd, "export", "--model", config, "--out", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full.yaml"]
 
@@ -161,7 +161,7 @@ def test_an_export_that_is_interrupted_leaves_the_old_bundle(
     shutil.copytree(tiny_bundle, tmp_path / "out")
     config = write_config(tmp_path / "again.yaml", tiny_checkpoint)
 
-    def interrupt(programs: object) -> bytes:
+    def interrupt(programs: object, path: Path) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(pte_program, "lower", interrupt)

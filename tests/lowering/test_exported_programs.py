@@ -214,11 +214,11 @@ def test_a_program_with_other_weights_is_refused(
     """Verification fails the export, and nothing is left of it."""
     original = pte_program.lower
 
-    def with_another_norm(programs: object) -> bytes:
+    def with_another_norm(programs: object, path: Path) -> None:
         source = pipeline.open_source(load_config(tiny_bundle.with_suffix(".yaml")))
         decoder = pipeline.target_decoder(source, "executorch", Progress.silent())
         decoder.norm.weight.mul_(1.01)
-        return original({method: trace(decoder, method, source.limits) for method in METHODS})
+        original({method: trace(decoder, method, source.limits) for method in METHODS}, path)
 
     monkeypatch.setattr(pte_program, "lower", with_another_norm)
     with pytest.raises(VerificationError, match="eager"):

@@ -88,7 +88,9 @@ class WholeOperators(XnnpackPartitioner):
     def transform_for_pre_decomposition(self, exported_program: ExportedProgram) -> ExportedProgram:
         program = super().transform_for_pre_decomposition(exported_program)
         operators, takes = self.ops_to_not_decompose(program)
-        if takes is not None:
+        # Around batched products one decomposition leaves other views than two do.
+        batched = any(node.target is torch.ops.aten.bmm.default for node in program.graph.nodes)
+        if takes is not None or batched:
             return program
         table = edge_program._default_decomposition_table()
         for operator in operators:
