@@ -181,6 +181,7 @@ void single_query(const Attention& a, const Parallel& parallel) {
 constexpr int kTileVecs = 3;
 constexpr int kTile = kTileVecs * kWidth;
 constexpr int64_t kBlock = 128;
+constexpr int64_t kStretch = 64;
 constexpr int kSteps = kRegisters == 32 ? 8 : 4;  // rows, or numbers of a row, against a tile at a time
 
 struct Tile {
@@ -188,23 +189,30 @@ struct Tile {
   int64_t query_of[kTile];  // relative to `first`; lanes past the end repeat the last
 };
 
-// scores[r][tile] = sum over d of rows[r][d] * packed[d][tile].
+// scores[r][tile] = sum over d of rows[r][d] * packed[d][tile], summed by stretches of kStretch: the longer a sum in
+// float32, the more of its last terms it loses.
 template <int R>
 inline void tile_scores(const float* const* rows, const float* packed, int64_t head_dim, float* scores) {
-  Vec sums[R][kTileVecs] = {};
-  for (int64_t d = 0; d < head_dim; ++d) {
-    Vec q[kTileVecs];
+  for (int64_t begin = 0; begin < head_dim; begin += kStretch) {
+    const int64_t end = std::min(head_dim, begin + kStretch);
+    Vec sums[R][kTileVecs] = {};
+    for (int64_t d = begin; d < end; ++d) {
+      Vec q[kTileVecs];
 #pragma GCC unroll 4
-    for (int v = 0; v < kTileVecs; ++v) q[v] = load(packed + d * kTile + v * kWidth);
+      for (int v = 0; v < kTileVecs; ++v) q[v] = load(packed + d * kTile + v * kWidth);
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const Vec key = splat(rows[r][d]);
+      for (int r = 0; r < R; ++r) {
+        const Vec key = splat(rows[r][d]);
 #pragma GCC unroll 4
-      for (int v = 0; v < kTileVecs; ++v) sums[r][v] += key * q[v];
+        for (int v = 0; v < kTileVecs; ++v) sums[r][v] += key * q[v];
+      }
     }
-  }
-  for (int r = 0; r < R; ++r) {
-    for (int v = 0; v < kTileVecs; ++v) store(scores + r * kTile + v * kWidth, sums[r][v]);
+    for (int r = 0; r < R; ++r) {
+      for (int v = 0; v < kTileVecs; ++v) {
+        float* to = scores + r * kTile + v * kWidth;
+        store(to, begin ? load(to) + sums[r][v] : sums[r][v]);
+      }
+    }
   }
 }
 
