@@ -10,6 +10,8 @@ import resource
 import sys
 from pathlib import Path
 
+CACHE = Path("~/.cache/ring-exporter")
+"""Where files are kept that are made once for this user: joined checkpoints, compiled kernels."""
 _STATUS = Path("/proc/self/status")
 _PROCESSORS = Path("/proc/cpuinfo")
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from exporter.config import CheckpointConfig
 from exporter.errors import CheckpointError
+from exporter.machine import CACHE
 
 _CHUNK = 1 << 20
-DEFAULT_CACHE_DIR = Path("~/.cache/ring-exporter")
 
 
 def sha256_file(path: Path) -> str:
@@ -117,4 +117,4 @@ def locate(config: CheckpointConfig) -> Path:
     parts = [_package_file(place) for place in config.package_files]
     if len(parts) == 1:
         return parts[0]
-    return join_parts(parts, (config.cache_dir or DEFAULT_CACHE_DIR).expanduser(), config.sha256)
+    return join_parts(parts, (config.cache_dir or CACHE).expanduser(), config.sha256)

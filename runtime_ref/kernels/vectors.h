@@ -60,7 +60,7 @@ inline float sum(Vec value) {
 // [-1/2, 1/2] to the seventh power, whose remainder is below a unit in the last place of float32.
 inline Vec exp2_nonpositive(Vec x) {
   const Vec lowest = splat(-126.0f);
-  const Vec clamped = x > lowest ? x : lowest;
+  const Vec clamped = larger(x, lowest);
   const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to the nearest integer
   const Vec shifted = clamped + magic;
   const Vec f = clamped - (shifted - magic);

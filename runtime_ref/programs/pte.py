@@ -72,7 +72,7 @@ class PteProgram:
             release_file_pages(path)
             share_packed_weights(not _loaded)
             # The registry is the process's, and a method looks its kernels up while it loads.
-            self.kernels: AttentionKernels = "ring" if use_ring_kernels(kernels == "ring") else "stock"
+            use_ring_kernels(kernels == "ring")
             self._methods = {name: self._program.load_method(name) for name in ("prefill", "main")}
             release_file_pages(path)
         except (RuntimeError, KeyError) as error:

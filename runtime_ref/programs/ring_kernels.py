@@ -16,8 +16,11 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from exporter.machine import CACHE
+from runtime_ref.programs.xnnpack import executorch_root
+
 SOURCES = Path(__file__).resolve().parents[1] / "kernels"
-CACHE_DIR = Path("~/.cache/ring-exporter/kernels")
+CACHE_DIR = CACHE / "kernels"
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-DET_USE_THREADPOOL", "-DC10_USING_CUSTOM_GENERATED_MACROS")
 # ARM's compilers name the processor, x86's its instructions.
@@ -28,12 +31,6 @@ LIBRARIES = ("executorch", "executorch_threadpool")
 def compiler() -> str | None:
     """The first C++ compiler on the path."""
     return next((found for name in COMPILERS if (found := shutil.which(name))), None)
-
-
-def _executorch() -> Path:
-    import executorch
-
-    return Path(next(iter(executorch.__path__)))
 
 
 def _identity(tool: str) -> str:
@@ -59,7 +56,7 @@ def build() -> Path | None:
         if library.exists():
             return library
         folder.mkdir(parents=True, exist_ok=True)
-        root = _executorch()
+        root = executorch_root()
         c10 = root / "include" / "executorch" / "runtime" / "core" / "portable_type" / "c10"
         with tempfile.TemporaryDirectory(dir=folder) as staging:
             staged = Path(staging) / library.name

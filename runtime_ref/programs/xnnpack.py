@@ -24,6 +24,13 @@ class BackendOption(ctypes.Structure):
     )
 
 
+def executorch_root() -> Path:
+    """The directory of the installed ExecuTorch, with its libraries and headers."""
+    import executorch
+
+    return Path(next(iter(executorch.__path__)))
+
+
 def share_packed_weights(share: bool) -> None:
     """Whether the methods of a program loaded from now on share their packed weights, as an app decides by the same
     option. Otherwise each method packs a copy of every weight.
@@ -32,9 +39,7 @@ def share_packed_weights(share: bool) -> None:
     have equal integers and different scales, the second computes with the first one's scales. So only one program at a
     time may share. Where this build of ExecuTorch has no such function, methods are loaded as it loads them.
     """
-    import executorch
-
-    libraries = Path(next(iter(executorch.__path__))) / "lib"
+    libraries = executorch_root() / "lib"
     found = next((file for file in libraries.glob("libexecutorch.*") if file.suffix in (".so", ".dylib")), None)
     set_option = None if found is None else getattr(ctypes.CDLL(str(found)), SET_OPTION, None)
     if set_option is None:
