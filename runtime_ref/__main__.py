@@ -51,7 +51,7 @@ def generate(
 ) -> None:
     """Continue a prompt. Text goes to standard output as it comes; speed and cache go to standard error."""
     from runtime_ref.generate import Generation
-    from runtime_ref.programs import choose, load_program
+    from runtime_ref.programs import choose, load_program, prepare_runtime
     from runtime_ref.sampling import Sampler
     from runtime_ref.session import Session
     from runtime_ref.tokenizer import Tokenizer
@@ -62,6 +62,7 @@ def generate(
     opened = choose(read_bundle(bundle), format)
     tokenizer = Tokenizer(opened)
     ids = tokenizer.encode_chat([{"role": "user", "content": prompt}]) if chat else tokenizer.encode(prompt)
+    prepare_runtime(opened.manifest.program.format)
     session = Session(opened.manifest, load_program(opened))
     typer.echo(session.state.report(), err=True)
     generation = Generation(session, tokenizer, ids, sampler=sampler, max_new_tokens=max_new_tokens, chunk=chunk)
@@ -91,13 +92,16 @@ def score(
     The file has one row for every position whose logits a program produced: the last of each prefill chunk, then
     every position. Arrays: position, logprob (NaN after the last), argmax, top_ids, top_logits (16 a row), logits.
     """
-    from runtime_ref import load
+    from runtime_ref.programs import choose, load_program, prepare_runtime
     from runtime_ref.score import score as run_score
     from runtime_ref.score import write_scores
+    from runtime_ref.session import Session
 
     tokens = _read_ids(ids)
     _check_parent("--out", out)
-    session = load(bundle, format=format)
+    opened = choose(read_bundle(bundle), format)
+    prepare_runtime(opened.manifest.program.format)
+    session = Session(opened.manifest, load_program(opened))
     typer.echo(session.state.report(), err=True)
     arrays = run_score(session, tokens, prefill=prefill, chunk=chunk, keep_logits=logits)
     write_scores(out, arrays)

@@ -230,18 +230,27 @@ def program_bytes(bundle: Bundle) -> int:
 
 
 def token_bytes(bundle: Bundle) -> int:
-    """What a decoded token reads of the program: all of it, but for the table of an embedding that is not the head
-    too, of which it reads one row. (For a mixture of experts that is more than a token reads.)"""
-    manifest = bundle.manifest
-    if manifest.model.tie_word_embeddings:
-        return program_bytes(bundle)
-    return program_bytes(bundle) - int(
-        manifest.model.vocab_size * manifest.model.hidden_size * _bytes_a_weight(manifest)
-    )
+    """What a decoded token reads of the program: all of it but the rows that only an embedding gathers, of which it
+    reads one. (For a mixture of experts that is more than a token reads.)"""
+    return program_bytes(bundle) - _embedding_bytes(bundle.manifest)
+
+
+def _embedding_bytes(manifest: Manifest) -> int:
+    """Of an embedding that is not the head's table; where it is, what four bits of that leave over for it (see
+    `exporter.quantization.tables`)."""
+    rows, width = manifest.model.vocab_size, manifest.model.hidden_size
+    grids = manifest.quantization
+    own = manifest.program.format == "executorch" and (grids.head == "none") != (grids.embedding == "none")
+    if own or not manifest.model.tie_word_embeddings:
+        return int(rows * width * _bytes_a_weight(manifest))
+    if manifest.program.format != "executorch" or (grids.head, grids.embedding) != ("int4", "int8"):
+        return 0
+    nibbles, scales = width // 2, 2 * width // grids.group_size
+    return max(rows - grids.head_int8_rows, 0) * (nibbles + scales)
 
 
 def _bytes_a_weight(manifest: Manifest) -> float:
-    """Of the embedding, without its scales."""
+    """Of an embedding that is no head, without its scales."""
     if manifest.program.format == "executorch":
         return {"none": 4.0, "int8": 1.0, "int4": 0.5}[manifest.quantization.embedding]
     return {"float32": 4.0, "float16": 2.0, "int8": 1.0}.get(manifest.program.weights, 0.5)

@@ -93,4 +93,4 @@ class PteProgram:
         assert loaded is not None
         with one_torch_thread():
             (logits,) = loaded.execute([input_ids, position_ids, *states])
-        return logits.clone()  # the runtime may write the next call's outputs into the same memory
+        return logits  # a copy, which the runtime's binding makes

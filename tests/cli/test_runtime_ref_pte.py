@@ -73,3 +73,13 @@ def test_generate_score_and_memory(tiny_bundle: Path, tmp_path: Path, capsys: py
         np.testing.assert_allclose(chunked["logits"], single["logits"][chunked["position"]], atol=1e-3, rtol=1e-3)
     succeed("memory", "--bundle", tiny_bundle)
     assert "MiB" in capsys.readouterr().out
+
+
+def test_commands_keep_torch_to_one_thread_beside_the_runtimes_pool(tiny_bundle: Path) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        succeed("generate", "--bundle", tiny_bundle, "--prompt", "hello", "--max-new-tokens", 2)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
