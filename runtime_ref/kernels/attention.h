@@ -1,30 +1,41 @@
-// Softmax attention of one sequence over rows of keys and values, in float32.
+// Softmax attention of one sequence over rows of keys and values, computed in float32.
 //
 // Letters: Q query_len, T rows, H heads, K KV heads, G = H / K (query heads of one KV head), D head_dim.
 #pragma once
 
 #include <cstdint>
 #include <functional>
+#include <limits>
 
 namespace ring {
 
+// `E` is float or Half: of everything but the mask.
+template <typename E>
 struct Attention {
   int64_t query_len, rows, num_heads, num_kv_heads, head_dim;
-  const float* query;   // [Q, H, D]
-  const float* keys;    // [T, K, D]
-  const float* values;  // [T, K, D]
-  const float* mask;    // [Q, T], added to the scores, or null; -1e30 and below hides a row
-  int64_t start;        // without a mask: where the chunk stands among the rows
-  bool causal;          // without a mask: query i sees rows 0 .. start + i; otherwise all of 0 .. start + Q - 1
-  float scale;          // of the scores
-  float* out;           // [Q, H, D]
+  const E* query;     // [Q, H, D]
+  const E* keys;      // [T, K, D]
+  const E* values;    // [T, K, D]
+  const float* mask;  // [Q, T], added to the scores, or null; -1e30 and below hides a row
+  int64_t start;      // without a mask: where the chunk stands among the rows
+  bool causal;        // without a mask: query i sees rows 0 .. start + i; otherwise all of 0 .. start + Q - 1
+  float scale;        // of the scores
+  E* out;             // [Q, H, D]
+
+  int64_t group() const { return num_heads / num_kv_heads; }
+  int64_t row_size() const { return num_kv_heads * head_dim; }
 };
+
+constexpr float kHidden = -1e30f;
+constexpr float kLog2E = 1.44269504f;
+constexpr float kNever = -std::numeric_limits<float>::infinity();
 
 // Runs `task(0) .. task(count - 1)`, in any order, and returns when all are done.
 using Parallel = std::function<void(int64_t count, const std::function<void(int64_t)>& task)>;
 
 // Rows hidden from every query are not read, so that a row which was never written may hold anything. A query that
 // sees no row at all gets zeros. The result does not depend on the number of threads.
-void attend(const Attention& a, const Parallel& parallel);
+template <typename E>
+void attend(const Attention<E>& a, const Parallel& parallel);
 
 }  // namespace ring

@@ -92,4 +92,4 @@ def use_ring_kernels(use: bool) -> bool:
     Without a compiler they attend with ExecuTorch's, to the same results but slower.
     """
     library = _load()
-    return library is not None and bool(library.ring_use_attention(int(use)))
+    return library is not None and bool(library.ring_use_kernels(int(use)))

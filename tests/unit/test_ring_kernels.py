@@ -23,6 +23,8 @@ from runtime_ref.programs.ring_kernels import SOURCES, use_ring_kernels
 pte.prepare()
 SCALE = 0.1
 BOUND = 4e-6  # of values of about 1
+HALF = 2**-11  # float16 rounds a result by as much of itself
+DTYPES = st.sampled_from((torch.float32, torch.float16))
 # Query heads, heads of keys and values, head_dim: one KV head and many, groups of 1 to 6, lengths that fill no vector.
 HEADS = ((4, 1, 256), (9, 3, 64), (8, 2, 20), (6, 1, 8), (3, 3, 5))
 
@@ -72,7 +74,7 @@ def run(kind: str, tensors: tuple[Tensor, ...], ring: bool = True) -> Tensor:
 
 def definition(query: Tensor, keys: Tensor, values: Tensor, added: Tensor) -> Tensor:
     """Head by head and query by query, over the rows that are not minus infinity."""
-    out = torch.zeros_like(query)
+    out = torch.zeros(query.shape)
     group = query.shape[2] // keys.shape[2]
     for h in range(query.shape[2]):
         for q in range(query.shape[1]):
@@ -83,14 +85,22 @@ def definition(query: Tensor, keys: Tensor, values: Tensor, added: Tensor) -> Te
     return out
 
 
-def tensors(heads: tuple[int, int, int], query_len: int, rows: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def tensors(
+    heads: tuple[int, int, int], query_len: int, rows: int, seed: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     num_heads, num_kv_heads, head_dim = heads
     return (
-        torch.randn(1, query_len, num_heads, head_dim, generator=generator),
-        torch.randn(1, rows, num_kv_heads, head_dim, generator=generator),
-        torch.randn(1, rows, num_kv_heads, head_dim, generator=generator),
+        torch.randn(1, query_len, num_heads, head_dim, generator=generator).to(dtype),
+        torch.randn(1, rows, num_kv_heads, head_dim, generator=generator).to(dtype),
+        torch.randn(1, rows, num_kv_heads, head_dim, generator=generator).to(dtype),
     )
+
+
+def assert_is(got: Tensor, wanted: Tensor) -> None:
+    """`wanted`, in float32, is what `got` should be before it was rounded to its dtype."""
+    rtol = HALF if got.dtype == torch.float16 else 0.0
+    torch.testing.assert_close(got.float(), wanted, rtol=rtol, atol=BOUND)
 
 
 # Around a tile of queries, a part of rows for one query, a block of rows for several.
@@ -99,32 +109,34 @@ ROWS = st.one_of(st.sampled_from((127, 128, 129, 257)), st.integers(2, 300))
 
 
 @settings(max_examples=80, deadline=None)
-@given(heads=st.sampled_from(HEADS), query_len=QUERIES, rows=ROWS, spare=st.integers(0, 9), seed=st.integers(0, 9))
+@given(
+    heads=st.sampled_from(HEADS), query_len=QUERIES, rows=ROWS, spare=st.integers(0, 9), seed=st.integers(0, 9),
+    dtype=DTYPES,
+)  # fmt: skip
 def test_causal_attention_is_the_definition_and_reads_no_later_row(
-    heads: tuple[int, int, int], query_len: int, rows: int, spare: int, seed: int
+    heads: tuple[int, int, int], query_len: int, rows: int, spare: int, seed: int, dtype: torch.dtype
 ) -> None:
     rows = max(rows, query_len + 1)
     start = rows - query_len
-    query, keys, values = tensors(heads, query_len, rows + spare, seed)
+    query, keys, values = tensors(heads, query_len, rows + spare, seed, dtype)
     keys[:, rows:], values[:, rows:] = torch.nan, torch.inf
     added = torch.full((query_len, keys.shape[1]), -torch.inf)
     for i in range(query_len):
         added[i, : start + i + 1] = 0.0
     wanted = definition(query, keys, values, added)
-    got = run("causal", (query, keys, values, torch.zeros(start + 1)))
-    torch.testing.assert_close(got, wanted, rtol=0, atol=BOUND)
+    assert_is(run("causal", (query, keys, values, torch.zeros(start + 1))), wanted)
 
 
 @settings(max_examples=80, deadline=None)
 @given(
     heads=st.sampled_from(HEADS), sizes=st.tuples(QUERIES, ROWS), share=st.sampled_from((0.02, 0.5, 1.0)),
-    hidden=st.sampled_from((-torch.inf, torch.finfo(torch.float32).min / 2)), seed=st.integers(0, 9),
+    hidden=st.sampled_from((-torch.inf, torch.finfo(torch.float32).min / 2)), seed=st.integers(0, 9), dtype=DTYPES,
 )  # fmt: skip
 def test_masked_attention_is_the_definition_and_reads_no_row_that_all_are_denied(
-    heads: tuple[int, int, int], sizes: tuple[int, int], share: float, hidden: float, seed: int
+    heads: tuple[int, int, int], sizes: tuple[int, int], share: float, hidden: float, seed: int, dtype: torch.dtype
 ) -> None:
     query_len, rows = sizes
-    query, keys, values = tensors(heads, query_len, rows, seed)
+    query, keys, values = tensors(heads, query_len, rows, seed, dtype)
     generator = torch.Generator().manual_seed(seed)
     visible = torch.rand(query_len, rows, generator=generator) < share
     visible[torch.arange(query_len), torch.randint(rows, (query_len,), generator=generator)] = True  # one at least
@@ -132,8 +144,7 @@ def test_masked_attention_is_the_definition_and_reads_no_row_that_all_are_denied
     wanted = definition(query, keys, values, torch.where(visible, added, -torch.inf))
     denied = ~visible.any(0)
     keys[:, denied], values[:, denied] = torch.nan, torch.inf
-    got = run("masked", (query, keys, values, torch.where(visible, added, hidden)))
-    torch.testing.assert_close(got, wanted, rtol=0, atol=BOUND)
+    assert_is(run("masked", (query, keys, values, torch.where(visible, added, hidden))), wanted)
 
 
 @pytest.mark.parametrize("query_len", [1, 5])
@@ -172,16 +183,17 @@ def test_the_number_of_threads_changes_no_bit() -> None:
 
 
 def test_what_these_kernels_do_not_take_goes_to_executorchs_own() -> None:
-    query, keys, values = (t.half() for t in tensors(HEADS[1], 4, 30, 0))
-    arguments = (query, keys, values, torch.zeros(27))
+    arguments = (*tensors(HEADS[1], 4, 30, 0, torch.bfloat16), torch.zeros(27))
     ours, stock = run("causal", arguments), run("causal", arguments, ring=False)
-    assert ours.dtype == torch.float16 and torch.equal(ours, stock) and float(ours.abs().max()) > 0
+    assert ours.dtype == torch.bfloat16 and torch.equal(ours, stock) and float(ours.abs().max()) > 0
 
 
 def test_the_two_kernels_are_different_ones_with_the_same_results() -> None:
     """A switch that switched nothing would pass every other test here."""
     query, keys, values = tensors(HEADS[1], 40, 300, 5)
     arguments = (query, keys, values, torch.zeros(261))
+    halves = (*(t.half() for t in arguments[:3]), arguments[3])
+    torch.testing.assert_close(run("causal", halves), run("causal", halves, ring=False), rtol=4 * HALF, atol=4 * HALF)
     ours, stock = run("causal", arguments), run("causal", arguments, ring=False)
     torch.testing.assert_close(ours, stock, rtol=0, atol=2e-6)
     keys[:, 280:] = torch.nan  # row 280 is hidden from the first twenty queries: only they survive, in either
@@ -189,6 +201,85 @@ def test_the_two_kernels_are_different_ones_with_the_same_results() -> None:
     mask[:, 280:] = -torch.inf
     assert bool(run("masked", (query, keys, values, mask)).isfinite().all())
     assert not bool(run("masked", (query, keys, values, mask), ring=False).isfinite().all())
+
+
+class Converted(torch.nn.Module):
+    def __init__(self, to: torch.dtype) -> None:
+        super().__init__()
+        self.to_dtype = to
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(self.to_dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_conversions_between_float16_and_float32_round_to_the_nearest(dtype: torch.dtype) -> None:
+    """All float16s; floats around every boundary between two of them, and beyond the largest."""
+    every = torch.arange(2**16).to(torch.uint16).view(torch.float16)
+    if dtype == torch.float16:
+        bits = every.float()[every.isfinite()].view(torch.int32)
+        middle = (bits + 0x1000).view(torch.float32)
+        near = torch.cat([middle, (bits + 0xFFF).view(torch.float32), (bits + 0x1001).view(torch.float32)])
+        odd = torch.tensor([65519.9, 65520.0, 1e30, torch.inf, -torch.inf, torch.nan, 1e-8, 2.9e-8, -3e-8, 0.0])
+        given = torch.cat([near, odd])
+    else:
+        given = every
+    for count in (len(given), 37):  # the vectors of many threads, and what fills none
+        x = given[-count:]
+        dynamic = ({0: Dim("count", min=2, max=2**18)},)
+        traced = export(Converted(dtype), (x,), dynamic_shapes=dynamic, strict=False)
+        data = to_edge(traced).to_executorch().buffer
+        results = []
+        for ring in (True, False):
+            assert use_ring_kernels(ring) == ring
+            loaded = Runtime.get().load_program(data, verification=Verification.Minimal).load_method("forward")
+            assert loaded is not None
+            results.append(loaded.execute([x])[0].clone())
+        for result in results:
+            torch.testing.assert_close(result, x.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+SCALARS = """
+#include <half.h>
+#include <cmath>
+#include <cstdio>
+using namespace ring;
+int main() {
+  long wrong = 0;
+  for (uint32_t bits = 0; bits < 65536; ++bits) {
+    Half halves[kWidth];
+    for (Half& half : halves) half.bits = bits;
+    float lanes[kWidth];
+    store(lanes, load(halves));
+    const float one = to_float(halves[0]);
+    wrong += !(one == lanes[0] || (std::isnan(one) && std::isnan(lanes[0])));
+    for (int32_t off = -0x1001; off <= 0x1001; off += 0x1001) {
+      uint32_t image;
+      std::memcpy(&image, &one, 4);
+      image += off;
+      float value;
+      std::memcpy(&value, &image, 4);
+      if (std::isnan(value)) continue;
+      for (float& lane : lanes) lane = value;
+      store(halves, load(lanes));
+      Half half;
+      from_float(value, &half);
+      wrong += half.bits != halves[kWidth - 1].bits;
+      halves[0].bits = bits;
+    }
+  }
+  std::printf("%ld", wrong);
+}
+"""
+
+
+def test_single_numbers_are_converted_as_vectors_are(tmp_path: Path) -> None:
+    tool = ring_kernels.compiler()
+    assert tool is not None
+    source, binary = tmp_path / "scalars.cpp", tmp_path / "scalars"
+    source.write_text(SCALARS)
+    subprocess.run([tool, "-std=c++17", "-O2", ring_kernels.NATIVE, f"-I{SOURCES}", source, "-o", binary], check=True)
+    assert subprocess.run([binary], capture_output=True, text=True, check=True).stdout == "0"
 
 
 def test_without_a_compiler_programs_attend_with_executorchs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +314,7 @@ def test_an_app_builds_them_with_cmake(tmp_path: Path) -> None:
     app = tmp_path / "app"
     app.mkdir()
     (app / "main.cpp").write_text(
-        '#include <ring_kernels.h>\n#include <cstdio>\nint main() { std::printf("%d\\n", ring_use_attention(1)); }\n'
+        '#include <ring_kernels.h>\n#include <cstdio>\nint main() { std::printf("%d\\n", ring_use_kernels(1)); }\n'
     )
     root = Path(next(iter(executorch.__path__)))
     (app / "CMakeLists.txt").write_text(

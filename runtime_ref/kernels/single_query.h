@@ -1,0 +1,170 @@
+// Attention of one query.
+//
+// All G query heads of a KV head go over its rows together, so that a row comes from memory once, and the rows are
+// split into parts of kPart, so that the threads share them whatever the number of heads. Every part leaves its largest
+// score, its sum and its weighted values; they are brought to one maximum at the end.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "attention.h"
+#include "half.h"
+
+namespace ring {
+
+constexpr int64_t kPart = 128;
+constexpr int kHeadsTogether = 4;
+constexpr int kRowsAhead = 8;
+constexpr int kRowsTogether = kRegisters == 32 ? 4 : 2;
+
+// scores[g * kPart + i] of rows i .. i + R - 1 for G heads.
+template <int G, int R, typename E>
+inline void single_scores(
+    const Attention<E>& a, const float* query, const E* const* rows, const E* const* values, float* scores) {
+  // The rows have gone out of the caches since the last token, and the hardware follows them to the end of a page only.
+  const int64_t row_size = a.row_size();
+  Vec sums[G][R] = {};
+  int64_t d = 0;
+  for (; d + kWidth <= a.head_dim; d += kWidth) {
+    Vec key[R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      key[r] = load(rows[r] + d);
+      __builtin_prefetch(rows[r] + kRowsAhead * row_size + d);
+      __builtin_prefetch(values[r] + d);
+    }
+#pragma GCC unroll 4
+    for (int g = 0; g < G; ++g) {
+      const Vec q = load(query + g * a.head_dim + d);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) sums[g][r] += q * key[r];
+    }
+  }
+  for (int g = 0; g < G; ++g) {
+    for (int r = 0; r < R; ++r) {
+      float total = sum(sums[g][r]);
+      for (int64_t rest = d; rest < a.head_dim; ++rest) total += query[g * a.head_dim + rest] * to_float(rows[r][rest]);
+      scores[g * kPart + r] = total * a.scale * kLog2E;
+    }
+  }
+}
+
+// out[g][d .. d + N * kWidth) of all rows' weighted values.
+template <int G, int N, typename E>
+inline void single_values(
+    const Attention<E>& a, const E* const* rows, int64_t count, int64_t d, const float* weights, float* out) {
+  Vec sums[G][N] = {};
+  for (int64_t i = 0; i < count; ++i) {
+    Vec value[N];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) value[n] = load(rows[i] + d + n * kWidth);
+#pragma GCC unroll 4
+    for (int g = 0; g < G; ++g) {
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) sums[g][n] += splat(weights[g * kPart + i]) * value[n];
+    }
+  }
+  for (int g = 0; g < G; ++g) {
+    for (int n = 0; n < N; ++n) store(out + g * a.head_dim + d + n * kWidth, sums[g][n]);
+  }
+}
+
+// What a part leaves for G heads: largest score [G], sum of weights [G], weighted values [G, D].
+template <int G, typename E>
+void single_part(
+    const Attention<E>& a, const float* query, int64_t kv_head, int64_t begin, int64_t end, float* largest,
+    float* sums, float* out) {
+  const int64_t row_size = a.row_size();
+  const E *keys[kPart], *values[kPart];
+  int64_t index[kPart], count = 0;
+  for (int64_t t = begin; t < end; ++t) {
+    if (a.mask && !(a.mask[t] > kHidden)) continue;
+    keys[count] = a.keys + t * row_size + kv_head * a.head_dim;
+    values[count] = a.values + t * row_size + kv_head * a.head_dim;
+    index[count++] = t;
+  }
+  float scores[G * kPart];
+  int64_t i = 0;
+  for (; i + kRowsTogether <= count; i += kRowsTogether) {
+    single_scores<G, kRowsTogether>(a, query, keys + i, values + i, scores + i);
+  }
+  for (; i < count; ++i) single_scores<G, 1>(a, query, keys + i, values + i, scores + i);
+  for (int g = 0; g < G; ++g) {
+    float* own = scores + g * kPart;
+    if (a.mask) {
+      for (i = 0; i < count; ++i) own[i] += a.mask[index[i]] * kLog2E;
+    }
+    float most = kNever;
+    for (i = 0; i < count; ++i) most = std::max(most, own[i]);
+    for (i = count; i % kWidth; ++i) own[i] = kNever;
+    Vec total = {};
+    for (int64_t v = 0; v < i; v += kWidth) {
+      const Vec weight = exp2_nonpositive(load(own + v) - splat(most));
+      total += weight;
+      store(own + v, weight);
+    }
+    largest[g] = most;
+    sums[g] = count ? sum(total) : 0.0f;
+  }
+  int64_t d = 0;
+  constexpr int kWide = 4;
+  for (; d + kWide * kWidth <= a.head_dim; d += kWide * kWidth) single_values<G, kWide>(a, values, count, d, scores, out);
+  for (; d + kWidth <= a.head_dim; d += kWidth) single_values<G, 1>(a, values, count, d, scores, out);
+  for (; d < a.head_dim; ++d) {
+    for (int g = 0; g < G; ++g) {
+      float total = 0.0f;
+      for (i = 0; i < count; ++i) total += scores[g * kPart + i] * to_float(values[i][d]);
+      out[g * a.head_dim + d] = total;
+    }
+  }
+}
+
+template <typename E>
+void single_query(const Attention<E>& a, const Parallel& parallel) {
+  const int64_t rows = a.mask ? a.rows : a.start + 1;
+  const int64_t parts = (rows + kPart - 1) / kPart;
+  const int64_t group = a.group();
+  const int64_t batches = (group + kHeadsTogether - 1) / kHeadsTogether;
+  // Of every part: largest [H], sum [H], values [H, D].
+  const int64_t stride = a.num_heads * (a.head_dim + 2);
+  std::vector<float> partial(parts * stride), query(a.num_heads * a.head_dim), attended(a.head_dim);
+  convert(a.query, query.data(), a.num_heads * a.head_dim);
+  parallel(parts * a.num_kv_heads, [&](int64_t task) {
+    const int64_t part = task / a.num_kv_heads, kv_head = task % a.num_kv_heads;
+    const int64_t begin = part * kPart, end = std::min(rows, begin + kPart);
+    for (int64_t batch = 0; batch < batches; ++batch) {
+      const int64_t head = kv_head * group + batch * kHeadsTogether;
+      const int64_t heads = std::min<int64_t>(kHeadsTogether, group - batch * kHeadsTogether);
+      const float* own = query.data() + head * a.head_dim;
+      float* largest = partial.data() + part * stride + head;
+      float* sums = largest + a.num_heads;
+      float* out = partial.data() + part * stride + 2 * a.num_heads + head * a.head_dim;
+      switch (heads) {
+        case 1: single_part<1>(a, own, kv_head, begin, end, largest, sums, out); break;
+        case 2: single_part<2>(a, own, kv_head, begin, end, largest, sums, out); break;
+        case 3: single_part<3>(a, own, kv_head, begin, end, largest, sums, out); break;
+        default: single_part<4>(a, own, kv_head, begin, end, largest, sums, out);
+      }
+    }
+  });
+  for (int64_t head = 0; head < a.num_heads; ++head) {
+    float most = kNever, total = 0.0f;
+    for (int64_t part = 0; part < parts; ++part) most = std::max(most, partial[part * stride + head]);
+    std::fill(attended.begin(), attended.end(), 0.0f);
+    for (int64_t part = 0; most != kNever && part < parts; ++part) {
+      const float* left = partial.data() + part * stride;
+      if (left[head] == kNever) continue;
+      const float weight = std::exp2(left[head] - most);
+      total += weight * left[a.num_heads + head];
+      const float* values = left + 2 * a.num_heads + head * a.head_dim;
+      for (int64_t d = 0; d < a.head_dim; ++d) attended[d] += weight * values[d];
+    }
+    const float inverse = total > 0.0f ? 1.0f / total : 0.0f;
+    for (int64_t d = 0; d < a.head_dim; ++d) attended[d] *= inverse;
+    convert(attended.data(), a.out + head * a.head_dim, a.head_dim);
+  }
+}
+
+}  // namespace ring
