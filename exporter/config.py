@@ -108,7 +108,9 @@ class ExportConfig(_Config):
     def _caches_suit_the_targets(self) -> ExportConfig:
         others = [target for target in self.targets if target != "executorch"]
         if self.cache.dtype == "int8" and others:
-            raise ValueError(f"cache.dtype float32 for the targets {', '.join(others)}: int8 caches are ExecuTorch's")
+            raise ValueError(
+                f"cache.dtype float32 or float16 for the targets {', '.join(others)}: int8 caches are ExecuTorch's"
+            )
         return self
 
     def options(self, target: Format) -> ExecutorchOptions | CoreMLOptions | CoreAIOptions:

@@ -105,6 +105,13 @@ def int8_cache_bundle(exported: Callable[..., Path], tiny_checkpoint: Path) -> P
 
 
 @pytest.fixture(scope="session")
+def half_cache_bundle(exported: Callable[..., Path], tiny_checkpoint: Path) -> Path:
+    """Float weights over float16 caches, rings of window + 3 rows."""
+    cache = {"dtype": "float16", "ring_slack": 3, "initial_rows": 16}
+    return exported(tiny_checkpoint, "half_cache", cache=cache)
+
+
+@pytest.fixture(scope="session")
 def int4_bundle(exported: Callable[..., Path], tiny_checkpoint: Path) -> Path:
     return exported(tiny_checkpoint, "int4", quantization=INT4)
 

@@ -53,8 +53,8 @@ def kernels_named(name: str) -> CacheKernels:
 
 
 KERNELS = ("plain", "executorch", "stock")
-CacheDType = Literal["float32", "int8"]
-DTYPES: tuple[CacheDType, ...] = ("float32", "int8")
+CacheDType = Literal["float32", "float16", "int8"]
+DTYPES: tuple[CacheDType, ...] = ("float32", "float16", "int8")
 
 
 def attention(window: int | None = WINDOW, *, theta: float = 10_000.0, **changes: Any) -> AttentionSpec:

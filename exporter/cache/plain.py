@@ -122,11 +122,12 @@ class PlainKernels:
     """`CacheKernels` in plain aten."""
 
     name = "plain"
-    int8_rows = Int8Rows()
+    int8_rows: Storage = Int8Rows()
+    half_rows: Storage = HalfRows()
 
     def storage(self, states: Sequence[torch.Tensor]) -> Storage:
         """The plan gave the states their dtypes (`spec.state_specs`); they say how rows are kept."""
-        dtypes: dict[torch.dtype, Storage] = {torch.int8: self.int8_rows, torch.float16: HalfRows()}
+        dtypes: dict[torch.dtype, Storage] = {torch.int8: self.int8_rows, torch.float16: self.half_rows}
         return dtypes.get(states[0].dtype, FloatRows())
 
     def ring(self, states: Sequence[torch.Tensor], window: int) -> RingKVCache:
@@ -138,7 +139,7 @@ class PlainKernels:
     def attend_masked(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, extras: Extras
     ) -> torch.Tensor:
-        return attention(query, keys, values, visible, extras)
+        return self.attention(query, keys, values, visible, extras)
 
     def attend_causal(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, offset: int, extras: Extras
@@ -147,4 +148,10 @@ class PlainKernels:
         lengths, because torch.export tells a length of 1 from all others."""
         count = offset + query.shape[1]
         visible = masks.causal_mask(offset, query.shape[1], keys.shape[1])
-        return attention(query, zero_rows_from(keys, count), zero_rows_from(values, count), visible, extras)
+        return self.attention(query, zero_rows_from(keys, count), zero_rows_from(values, count), visible, extras)
+
+    def attention(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, extras: Extras
+    ) -> torch.Tensor:
+        """The module's, over rows as this implementation's storage decodes them."""
+        return attention(query, keys, values, visible, extras)

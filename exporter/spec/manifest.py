@@ -94,7 +94,7 @@ Format = Literal["executorch", "coreml", "coreai"]
 LAYOUTS: dict[Format, Layout] = {"executorch": "per_layer", "coreml": "static", "coreai": "stacked"}
 IDS_DTYPES: dict[Format, str] = {"executorch": "int64", "coreml": "int32", "coreai": "int32"}
 """The dtype of `input_ids` and `position_ids`."""
-STATE_DTYPES: dict[Format, DType] = {"coreml": "float16"}
+STATE_DTYPES: dict[Format, DType] = {"coreml": "float16", "coreai": "float32"}
 """The formats whose states have one dtype whatever the cache policy says."""
 
 
@@ -270,7 +270,7 @@ class Manifest(Spec):
     def is_quantized(self) -> bool:
         """Whether that program rounds: weights or activations, or the rows of its caches."""
         if self.program.format == "executorch":
-            return self.quantization.is_quantized or self.cache.dtype == "int8"
+            return self.quantization.is_quantized or self.cache.dtype != "float32"
         return self.program.weights != "float32" or any(state.dtype != "float32" for state in self.states)
 
     def with_states(self, states: Sequence[StateSpec]) -> Manifest:

@@ -71,10 +71,10 @@ class CachePolicy(Spec):
     """How the caller's state is laid out. `ring_slack` rows beyond the window buy that many tokens of rewind.
 
     `dtype` is that of keys and values; int8 is symmetric per row and KV head, with float32 scales beside it. The few
-    rows of a convolution are float32 in any case.
+    rows of a convolution are float32 in any case. Formats in `STATE_DTYPES` keep to their own.
     """
 
-    dtype: Literal["float32", "int8"] = "float32"
+    dtype: Literal["float32", "float16", "int8"] = "float32"
     ring_slack: int = Field(default=0, ge=0)
     initial_rows: int = Field(default=64, ge=1)
     growth: Literal["double", "1.5x"] = "double"

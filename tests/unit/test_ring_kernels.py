@@ -114,7 +114,7 @@ ROWS = st.one_of(st.sampled_from((127, 128, 129, 257)), st.integers(2, 300))
     dtype=DTYPES,
 )  # fmt: skip
 def test_causal_attention_is_the_definition_and_reads_no_later_row(
-    heads: tuple[int, int, int], query_len: int, rows: int, spare: int, seed: int, dtype: torch.dtype
+    *, heads: tuple[int, int, int], query_len: int, rows: int, spare: int, seed: int, dtype: torch.dtype
 ) -> None:
     rows = max(rows, query_len + 1)
     start = rows - query_len
@@ -133,7 +133,7 @@ def test_causal_attention_is_the_definition_and_reads_no_later_row(
     hidden=st.sampled_from((-torch.inf, torch.finfo(torch.float32).min / 2)), seed=st.integers(0, 9), dtype=DTYPES,
 )  # fmt: skip
 def test_masked_attention_is_the_definition_and_reads_no_row_that_all_are_denied(
-    heads: tuple[int, int, int], sizes: tuple[int, int], share: float, hidden: float, seed: int, dtype: torch.dtype
+    *, heads: tuple[int, int, int], sizes: tuple[int, int], share: float, hidden: float, seed: int, dtype: torch.dtype
 ) -> None:
     query_len, rows = sizes
     query, keys, values = tensors(heads, query_len, rows, seed, dtype)

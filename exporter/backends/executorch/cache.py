@@ -73,6 +73,29 @@ class Int8Rows(storage.Int8Rows):
         )
 
 
+class HalfRows(storage.HalfRows):
+    """`storage.HalfRows` as they are: ``llama::custom_sdpa`` reads float16, given queries of the same dtype. A
+    conversion would copy every row the caller allocated."""
+
+    def decode(self, states: Sequence[torch.Tensor]) -> Rows:
+        keys, values = states
+        return keys, values
+
+
+def sdpa(
+    query: torch.Tensor, rows: Rows, scale: float, *, start: int = 0, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Attention ``[1, Q, H, D]`` float32, under an additive mask ``[Q, T]`` or causal from row `start` on."""
+    keys, values = rows
+    attended = torch.ops.llama.custom_sdpa(query.to(keys.dtype), keys, values, start, mask, 0.0, mask is None, scale)
+    return attended.to(query.dtype)
+
+
+def floats(keys: torch.Tensor, values: torch.Tensor) -> Rows:
+    """Decoded rows in float32."""
+    return (keys, values) if keys.dtype == torch.float32 else (keys.float(), values.float())
+
+
 def batched_attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> torch.Tensor:
@@ -108,6 +131,7 @@ class ExecutorchKernels(plain.PlainKernels):
 
     name = "executorch"
     int8_rows = Int8Rows()
+    half_rows = HalfRows()
 
     def ring(self, states: Sequence[torch.Tensor], window: int) -> RingKVCache:
         return RingKVCache(states, window, self.storage(states))
@@ -120,15 +144,19 @@ class ExecutorchKernels(plain.PlainKernels):
     ) -> torch.Tensor:
         if not extras.plain_softmax:
             return super().attend_masked(query, keys, values, visible, extras)
-        mask = masks.additive(visible, query.dtype)
-        return torch.ops.llama.custom_sdpa(query, keys, values, 0, mask, 0.0, False, extras.scale)
+        return sdpa(query, (keys, values), extras.scale, mask=masks.additive(visible, query.dtype))
 
     def attend_causal(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, offset: int, extras: Extras
     ) -> torch.Tensor:
         if not extras.plain_softmax:
             return super().attend_causal(query, keys, values, offset, extras)
-        return torch.ops.llama.custom_sdpa(query, keys, values, offset, None, 0.0, True, extras.scale)
+        return sdpa(query, (keys, values), extras.scale, start=offset)
+
+    def attention(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, extras: Extras
+    ) -> torch.Tensor:
+        return super().attention(query, *floats(keys, values), visible, extras)
 
 
 class StockKernels(ExecutorchKernels):
@@ -141,4 +169,4 @@ class StockKernels(ExecutorchKernels):
         # One query: a delegate that attended and encoded int8 rows would depend on itself through the decoding kernel.
         if not extras.plain_softmax or query.shape[1] == 1:
             return super().attend_masked(query, keys, values, visible, extras)
-        return batched_attention(query, keys, values, masks.additive(visible, query.dtype), extras.scale)
+        return batched_attention(query, *floats(keys, values), masks.additive(visible, query.dtype), extras.scale)
