@@ -23,6 +23,7 @@ from exporter.errors import ConfigError, RuntimeLimitError
 from exporter.machine import peak_memory_bytes, resident_bytes
 from exporter.spec import Manifest
 from runtime_ref.programs import load_program, prepare_runtime
+from runtime_ref.sampling import best
 from runtime_ref.score import score
 from runtime_ref.session import Session
 from runtime_ref.tokenizer import Tokenizer
@@ -114,7 +115,7 @@ def bench(
     start = time.perf_counter()
     session = Session(manifest, load_program(bundle))
     load_seconds = time.perf_counter() - start
-    int(session.prefill(ids[:FIRST_PROMPT]).argmax())
+    best(session.prefill(ids[:FIRST_PROMPT]))
     first_token_seconds = time.perf_counter() - start
 
     measured = []
@@ -197,7 +198,7 @@ def _steps(session: Session) -> list[float]:
     token, seconds = session.state.tokens[-1], []
     for _ in range(DECODED):
         start = time.perf_counter()
-        token = int(session.decode(token).argmax())
+        token = best(session.decode(token))
         seconds.append(time.perf_counter() - start)
     return seconds
 

@@ -10,6 +10,16 @@ from torch import Tensor
 from exporter.errors import ConfigError
 
 
+def best(logits: Tensor) -> int:
+    """The token of the largest of `logits`, [vocab] float32; the first of several.
+
+    By numpy: torch's argmax takes ten times as long, a fiftieth of a token of Gemma 3 270M.
+    """
+    token = int(logits.numpy().argmax())
+    assert not logits[token].isnan(), "the program produced NaN logits"  # numpy takes NaN for the largest number
+    return token
+
+
 class Sampler:
     """Greedy at temperature 0; otherwise draws from the softmax of the logits divided by `temperature`.
 
@@ -37,9 +47,9 @@ class Sampler:
 
     def __call__(self, logits: Tensor) -> int:
         """Choose a token from `logits`, [vocab] float32."""
-        assert not logits.isnan().any(), "the program produced NaN logits"
+        greedy = best(logits)
         if self._temperature == 0:
-            return int(logits.argmax())
+            return greedy
         kept, ids = logits.double().sort(descending=True, stable=True)
         kept, ids = kept[: self._top_k], ids[: self._top_k]
         # Shifted by the maximum first: a tiny temperature must not turn the quotient into inf - inf.

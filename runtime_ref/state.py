@@ -56,6 +56,7 @@ class State:
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
+        self._first_growing = next((n for n, spec in enumerate(manifest.states) if spec.grows), None)
         self.reset()
 
     def reset(self) -> None:
@@ -74,6 +75,9 @@ class State:
 
     def ensure_rows(self, seq_len: int) -> None:
         """Grow the full states to hold `seq_len` tokens; their rows are copied as they are."""
+        growing = self._first_growing
+        if growing is None or seq_len <= self.tensors[growing].shape[1]:  # they grow together
+            return
         before: int | None = None
         for index, spec in enumerate(self.manifest.states):
             old = self.tensors[index]
