@@ -25,28 +25,39 @@ inline void single_scores(
     const Attention<E>& a, const float* query, const E* const* rows, const E* const* values, float* scores) {
   // The rows have gone out of the caches since the last token, and the hardware follows them to the end of a page only.
   const int64_t row_size = a.row_size();
-  Vec sums[G][R] = {};
+  constexpr int64_t line = 64 / sizeof(E);
+  Vec sums[G * R] = {};
   int64_t d = 0;
   for (; d + kWidth <= a.head_dim; d += kWidth) {
     Vec key[R];
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      key[r] = load(rows[r] + d);
-      __builtin_prefetch(rows[r] + kRowsAhead * row_size + d);
-      __builtin_prefetch(values[r] + d);
+    for (int r = 0; r < R; ++r) key[r] = load(rows[r] + d);
+    if (d % line == 0) {
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        __builtin_prefetch(rows[r] + kRowsAhead * row_size + d);
+        __builtin_prefetch(values[r] + d);
+      }
     }
 #pragma GCC unroll 4
     for (int g = 0; g < G; ++g) {
       const Vec q = load(query + g * a.head_dim + d);
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) sums[g][r] += q * key[r];
+      for (int r = 0; r < R; ++r) sums[g * R + r] += q * key[r];
     }
+  }
+  float totals[(G * R + kWidth - 1) / kWidth * kWidth];
+  for (int begin = 0; begin < G * R; begin += kWidth) {
+    Vec some[kWidth];
+#pragma GCC unroll 16
+    for (int i = 0; i < kWidth; ++i) some[i] = begin + i < G * R ? sums[begin + i] : Vec{};
+    store(totals + begin, sums_of(some) * (a.scale * kLog2E));
   }
   for (int g = 0; g < G; ++g) {
     for (int r = 0; r < R; ++r) {
-      float total = sum(sums[g][r]);
-      for (int64_t rest = d; rest < a.head_dim; ++rest) total += query[g * a.head_dim + rest] * to_float(rows[r][rest]);
-      scores[g * kPart + r] = total * a.scale * kLog2E;
+      float rest = 0.0f;
+      for (int64_t e = d; e < a.head_dim; ++e) rest += query[g * a.head_dim + e] * to_float(rows[r][e]);
+      scores[g * kPart + r] = totals[g * R + r] + rest * (a.scale * kLog2E);
     }
   }
 }

@@ -1,8 +1,10 @@
 // Vectors of floats as wide as the target's registers, on the vector extensions of GCC and Clang.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 namespace ring {
 
@@ -32,28 +34,32 @@ inline Vec splat(float value) { return value - Vec{}; }
 
 inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 
-// The lower and the upper half of a vector of N floats, added.
-template <int N>
-inline auto folded(const float* lanes) {
-  typedef float Half __attribute__((vector_size(N / 2 * sizeof(float))));
-  Half low, high;
-  std::memcpy(&low, lanes, sizeof(Half));
-  std::memcpy(&high, lanes + N / 2, sizeof(Half));
-  return low + high;
+// Neighbours of `a` added, then those of `b`.
+template <size_t... I>
+inline Vec pair_sums(Vec a, Vec b, std::index_sequence<I...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, (2 * I)...) + __builtin_shufflevector(a, b, (2 * I + 1)...);
+#else
+  return __builtin_shuffle(a, b, IntVec{int32_t(2 * I)...}) + __builtin_shuffle(a, b, IntVec{int32_t(2 * I + 1)...});
+#endif
+}
+
+// Lane i is the sum of the lanes of vectors[i], which are used up.
+inline Vec sums_of(Vec (&vectors)[kWidth]) {
+#pragma GCC unroll 8
+  for (int left = kWidth / 2; left; left /= 2) {
+#pragma GCC unroll 8
+    for (int i = 0; i < left; ++i) {
+      vectors[i] = pair_sums(vectors[2 * i], vectors[2 * i + 1], std::make_index_sequence<kWidth>());
+    }
+  }
+  return vectors[0];
 }
 
 inline float sum(Vec value) {
-  float lanes[kWidth];
-  store(lanes, value);
-  if constexpr (kWidth == 16) {
-    const auto eight = folded<16>(lanes);
-    std::memcpy(lanes, &eight, sizeof(eight));
-  }
-  if constexpr (kWidth >= 8) {
-    const auto four = folded<8>(lanes);
-    std::memcpy(lanes, &four, sizeof(four));
-  }
-  return (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
+  float total = 0.0f;
+  for (int i = 0; i < kWidth; ++i) total += value[i];
+  return total;
 }
 
 // 2^x for x <= 0, and exactly 0 below 2^-126 (minus infinity included). The polynomial is the Taylor series of 2^f on
