@@ -14,8 +14,8 @@ from exporter.errors import BundleError
 from exporter.quiet import native_stderr_hidden
 from exporter.spec import AttentionKernels
 from runtime_ref.programs import check_call
-from runtime_ref.programs.file_pages import release_file_pages
-from runtime_ref.programs.ring_kernels import use_ring_kernels
+from runtime_ref.programs.file_pages import nothing_locked, release_file_pages
+from runtime_ref.programs.ring_kernels import loading, use_ring_kernels
 from runtime_ref.programs.xnnpack import share_packed_weights
 
 
@@ -67,13 +67,13 @@ class PteProgram:
         from executorch.runtime import Runtime, Verification
 
         try:
-            # The bundle's checksum covers the whole file, so the runtime need not verify it again.
-            self._program = Runtime.get().load_program(path, verification=Verification.Minimal)
-            release_file_pages(path)
             share_packed_weights(not _loaded)
             # The registry is the process's, and a method looks its kernels up while it loads.
             use_ring_kernels(kernels == "ring")
-            self._methods = {name: self._program.load_method(name) for name in ("prefill", "main")}
+            with nothing_locked(), loading(path):
+                # The bundle's checksum covers the whole file, so the runtime need not verify it again.
+                self._program = Runtime.get().load_program(path, verification=Verification.Minimal)
+                self._methods = {name: self._program.load_method(name) for name in ("prefill", "main")}
             release_file_pages(path)
         except (RuntimeError, KeyError) as error:
             raise BundleError(

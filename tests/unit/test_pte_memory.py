@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import mmap
 import re
+import time
 from pathlib import Path
 
 import executorch
@@ -20,8 +22,9 @@ from exporter.errors import UnsupportedModelError
 from exporter.quantization import quantize
 from exporter.quantization.modules import QuantizedLinear
 from exporter.spec import QuantizationSpec
-from runtime_ref.programs.file_pages import release_file_pages
+from runtime_ref.programs.file_pages import nothing_locked, release_file_pages
 from runtime_ref.programs.pte import PteProgram, _loaded, one_torch_thread, prepare
+from runtime_ref.programs.ring_kernels import loading
 from runtime_ref.programs.xnnpack import BACKEND, WEIGHT_CACHE, BackendOption, share_packed_weights
 
 GET_OPTION = "_ZN10executorch7runtime10get_optionEPKcNS0_4SpanINS0_13BackendOptionEEE"
@@ -87,6 +90,39 @@ def test_the_pages_of_a_file_are_let_go_and_can_be_read_again(tmp_path: Path) ->
         release_file_pages(path)
         assert resident_kilobytes(path) == 0 and resident_kilobytes(other) == 1024
         assert one[255] == 255 and one[-1] == 255
+
+
+def test_the_pages_of_a_file_are_let_go_as_long_as_it_is_loading(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(range(256)) * 4096)
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        for _ in range(2):
+            with loading(path):
+                for _ in range(3):
+                    assert mapped[255] == 255 and mapped[-1] == 255
+                    deadline = time.monotonic() + 60
+                    while resident_kilobytes(path) and time.monotonic() < deadline:
+                        time.sleep(0.001)
+                    assert resident_kilobytes(path) == 0
+            assert mapped[:] == path.read_bytes()
+            time.sleep(0.05)
+            assert resident_kilobytes(path) == 1024  # nobody watches any more
+
+
+def test_nothing_can_be_locked_while_a_program_is_loaded_and_as_much_as_before_afterwards() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    page = mmap.mmap(-1, mmap.PAGESIZE)
+    address, size = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(page))), ctypes.c_size_t(mmap.PAGESIZE)
+    before = libc.mlock(address, size)
+    libc.munlock(address, size)
+    for error in (None, ZeroDivisionError):
+        with contextlib.suppress(ZeroDivisionError), nothing_locked():
+            assert libc.mlock(address, size) != 0
+            if error is not None:
+                raise error
+        assert libc.mlock(address, size) == before
+        libc.munlock(address, size)
 
 
 def test_torch_gets_its_threads_back_whatever_happens() -> None:
