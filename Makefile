@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PROMPT ?= The history of the printing press begins
 MODEL ?= gemma3_270m
 # What bench-peers measures of ours: MODEL=BUNDLE, several of a model if wanted.
-BUNDLES ?= gemma3_270m=bundles/gemma3_270m smollm2_135m=bundles/smollm2_135m
+BUNDLES ?= gemma3_270m=bundles/gemma3_270m gemma3_270m=bundles/gemma3_270m_balanced smollm2_135m=bundles/smollm2_135m
 
 .DELETE_ON_ERROR:
 .PHONY: demo test lint real apple peers bench-peers clean

@@ -6,6 +6,7 @@ An architecture says which layers there are and what each keeps of a token (exam
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -159,8 +160,12 @@ class _EitherFile(BaseModel):
         return self
 
 
-def read_planned(path: Path) -> Planned:
+def read_planned(path: Path, overrides: Mapping[str, Any] | None = None) -> Planned:
     """Read either kind of YAML. Of a checkpoint only the description is read, no tensor.
+
+    Args:
+        path: the file.
+        overrides: dotted keys whose values replace the file's.
 
     Raises:
         ConfigError: the file is missing, empty or no YAML, a key is unknown, a value is missing or out of range.
@@ -168,7 +173,7 @@ def read_planned(path: Path) -> Planned:
         UnsupportedModelError: a checkpoint no family can describe.
     """
     if "layers" in read_yaml_model(path, _EitherFile, "configs/").model_fields_set:
-        architecture = read_yaml_model(path, Architecture, _SEE)
+        architecture = read_yaml_model(path, Architecture, _SEE, overrides)
         limit = architecture.max_context_length
         return Planned(
             name=architecture.name,
@@ -177,7 +182,7 @@ def read_planned(path: Path) -> Planned:
             max_context=_LARGEST if limit is None else limit,
             usual_context=CONTEXTS[-1] if limit is None else limit,
         )
-    config = load_config(path)
+    config = load_config(path, overrides)
     with native_stderr_hidden():  # brings torch with it, which an architecture can do without
         from exporter.checkpoint import open_checkpoint
     spec = open_checkpoint(config.checkpoint).spec

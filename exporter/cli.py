@@ -81,6 +81,9 @@ def plan(
         str | None, typer.Option(help="Context lengths, e.g. 8192,32768,131072; the usual ones if not given.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw it: a PNG file to write.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a key of the YAML, e.g. --set cache.dtype=int8.")
+    ] = None,
 ) -> None:
     """Print what the caches of a model will cost, full and as rings; nothing is exported and no weights are read."""
     from exporter import tables
@@ -91,7 +94,7 @@ def plan(
     asked = None if contexts is None else parse_contexts(contexts)
     if plot is not None:
         check_plot_path(plot)
-    planned = read_planned(model)
+    planned = read_planned(model, parse_overrides(overrides))
     check_contexts(asked or (), planned.max_context)
     plans = plan_contexts(planned.states, planned.usual_context, asked)
     if plot is not None:

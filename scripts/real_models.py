@@ -19,10 +19,10 @@ from exporter.quiet import native_stderr_hidden
 ROOT = Path(__file__).resolve().parent.parent
 INT8_CACHE = " over int8 caches"
 VARIANTS = {
-    "float32": "none", "accurate": "accurate", "balanced": "balanced", "small": "small",
-    f"float32{INT8_CACHE}": "none", f"accurate{INT8_CACHE}": "accurate",
+    "float32": ("none", "float32"), "accurate": ("accurate", "float16"), "balanced": ("balanced", "float16"),
+    "small": ("small", "float16"), f"float32{INT8_CACHE}": ("none", "int8"), f"accurate{INT8_CACHE}": ("accurate", "int8"),
 }  # fmt: skip
-"""The preset of the weights, and by the name's ending how caches are kept."""
+"""The preset of the weights, and the dtype of the caches."""
 MODELS = {"gemma3_270m": "Gemma 3 270M", "smollm2_135m": "SmolLM2 135M Instruct"}
 LONG_CONTEXT = {"gemma3_270m": 32768, "smollm2_135m": 8192}
 
@@ -30,9 +30,8 @@ LONG_CONTEXT = {"gemma3_270m": 32768, "smollm2_135m": 8192}
 def config_of(model: str, variant: str) -> Any:
     from exporter.config import load_config
 
-    overrides: dict[str, Any] = {"quantization": VARIANTS[variant]}
-    if variant.endswith(INT8_CACHE):
-        overrides["cache.dtype"] = "int8"
+    quantization, cache = VARIANTS[variant]
+    overrides = {"quantization": quantization, "cache.dtype": cache}
     return load_config(ROOT / "configs" / f"{model}.yaml", overrides)
 
 

@@ -77,15 +77,15 @@ def test_what_docs_memory_says_is_printed(monkeypatch: pytest.MonkeyPatch, capfd
     assert f"in real GB the full caches at 128k are {table[5][5].removesuffix(' GB')}" in document
 
 
-def test_what_docs_int8_cache_says_is_printed(monkeypatch: pytest.MonkeyPatch, capfd: Capture, tmp_path: Path) -> None:
+def test_what_docs_int8_cache_says_is_printed(monkeypatch: pytest.MonkeyPatch, capfd: Capture) -> None:
     """Both columns, over the same layers in either dtype."""
-    int8 = ROOT / "configs" / "architectures" / "gemma3_270m_int8.yaml"
-    floats = tmp_path / "floats.yaml"
-    floats.write_text(int8.read_text(encoding="utf-8").replace("dtype: int8", "dtype: float32"))
-    contexts = ("--contexts", "512,8192,32768")
+    arguments = (
+        "--model", ROOT / "configs" / "architectures" / "gemma3_270m_int8.yaml", "--contexts", "512,8192,32768",
+    )  # fmt: skip
     columns = [
-        [row[4] for row in rows(monkeypatch, capfd, "--model", path, *contexts)[:3]] for path in (floats, int8)
-    ]  # fmt: skip
+        [row[4] for row in rows(monkeypatch, capfd, *arguments, *more)[:3]]
+        for more in (("--set", "cache.dtype=float32"), ())
+    ]
     document = (ROOT / "docs" / "int8-cache.md").read_text(encoding="utf-8")
     for context, *sizes in zip((512, 8192, 32768), *columns, strict=True):
         assert f"| {context} | {' | '.join(sizes)} |" in document
@@ -105,6 +105,8 @@ def test_a_checkpoint_is_described_without_reading_or_tracing_it(
     assert table[-1] == ["all", "3", "768 B", "768 B", "256 B", "256 B"]
     # What the model can do, though the config asks for less.
     assert rows(monkeypatch, capfd, "--model", config, "--contexts", "160")[0][0] == "160"
+    halves = rows(monkeypatch, capfd, "--model", config, "--set", "cache.dtype=float16")
+    assert halves[0][1] == f"{sliding / 2 / 1024:.2f} KiB"
     assert "at most 160" in refused(monkeypatch, capfd, "--model", config, "--contexts", "100,161")
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
 
