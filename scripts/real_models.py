@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 INT8_CACHE = " over int8 caches"
 VARIANTS = {
     "float32": ("none", "float32"), "accurate": ("accurate", "float16"), "balanced": ("balanced", "float16"),
-    "small": ("small", "float16"), f"float32{INT8_CACHE}": ("none", "int8"), f"accurate{INT8_CACHE}": ("accurate", "int8"),
+    "small": ("small", "float16"), f"float32{INT8_CACHE}": ("none", "int8"),
+    f"accurate{INT8_CACHE}": ("accurate", "int8"),
 }  # fmt: skip
 """The preset of the weights, and the dtype of the caches."""
 MODELS = {"gemma3_270m": "Gemma 3 270M", "smollm2_135m": "SmolLM2 135M Instruct"}
