@@ -20,6 +20,7 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassResult
 
+from exporter.backends.executorch.inputs import quantized_inputs_shared
 from exporter.backends.executorch.means import means_as_products
 from exporter.backends.executorch.passes import WholeOperators, needed_passes_only
 from exporter.backends.executorch.share import share_equal_bytes
@@ -125,7 +126,7 @@ def lower(programs: Mapping[Method, ExportedProgram], path: Path) -> None:
     `programs` are changed on the way."""
     for program in programs.values():
         means_as_products(program)
-    with needed_passes_only():
+    with quantized_inputs_shared(), needed_passes_only():
         edge = to_edge_transform_and_lower(
             dict(programs),
             partitioner={name: [WholeOperators()] for name in programs},
