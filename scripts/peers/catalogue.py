@@ -10,6 +10,8 @@ HERE = Path(__file__).resolve().parent
 MODELS = {"gemma3_270m": "Gemma 3 270M", "smollm2_135m": "SmolLM2 135M Instruct"}
 LENGTHS = {"gemma3_270m": (128, 512, 2048, 8192, 32000), "smollm2_135m": (128, 512, 2048, 8000)}
 """Tokens in the cache; SmolLM2's context is 8192, and the decoded tokens must fit too."""
+LOG_PROBABILITIES = "log_probabilities.npy"
+"""Of a model's reference: what float32 expects at every scored position."""
 
 Command = Callable[[Path, Path, Path], list[str]]
 
