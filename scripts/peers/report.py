@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from measuring import table
-from peers.catalogue import MODELS, PEERS, UNMEASURED
+from peers.catalogue import MODELS, PEERS
 from peers.schedule import SHORT, Figure, above_bare, at, key, long_peak, median, ratio
 
 TITLES = {peer.name: peer.title for peer in PEERS}
@@ -92,8 +92,7 @@ def troubles(row: Mapping[str, Any]) -> str:
     lines = [f"- {TITLES.get(name, name)}: {reason}" for name, reason in row["missing"].items()]
     failed = {(run["name"], run["error"]) for run in row["runs"] if run.get("error")}
     lines += [f"- {TITLES.get(name, name)} failed: {error}" for name, error in sorted(failed)]
-    lines += [f"- {title}: {reason}" for title, reason in UNMEASURED.items()]
-    return "\n".join(["", "Missing:", "", *lines, ""])
+    return "\n".join(["", "Missing:", "", *lines, ""]) if lines else ""
 
 
 def versions(results: Mapping[str, Any]) -> str:
