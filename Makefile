@@ -47,7 +47,7 @@ apple: $(VENV)/.installed
 peers: $(VENV)/.installed
 	$(BIN)/python scripts/peers/install.py
 
-# The tables of docs/peers.md: our bundles and the peers by turns. About 25 minutes on a machine that does nothing else.
+# The tables of docs/peers.md: our bundles and the peers by turns. About 45 minutes on a machine that does nothing else.
 bench-peers: $(foreach bundle,$(BUNDLES),$(lastword $(subst =, ,$(bundle)))/manifest.json) $(VENV)/.installed
 	$(BIN)/python scripts/bench_peers.py $(addprefix --bundle ,$(BUNDLES))
 
