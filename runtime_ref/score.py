@@ -12,15 +12,18 @@ import torch
 from torch import Tensor
 
 from exporter.errors import ConfigError
-from runtime_ref.session import Session
+from runtime_ref.session import Observer, Session
 
 TOP = 16
 
 
 def score(
-    session: Session, ids: Sequence[int], *, prefill: int, chunk: int, keep_logits: bool = False
-) -> dict[str, np.ndarray]:
+    session: Session, ids: Sequence[int], *, prefill: int, chunk: int, keep_logits: bool = False,
+    watch: Observer | None = None,
+) -> dict[str, np.ndarray]:  # fmt: skip
     """Run `ids` through a fresh `session`, the first `prefill` of them in chunks of `chunk`, the others one by one.
+
+    `watch` is shown what a session's observer is: positions and logits, of which none need be kept.
 
     Returns:
         For each of the n positions whose logits a program produced (the last of every prefill chunk, then every one):
@@ -54,6 +57,8 @@ def score(
         columns["top_logits"].append(top.values.numpy())
         if keep_logits:
             columns["logits"].append(logits.numpy())
+        if watch is not None:
+            watch(position, logits)
 
     session.observer = record
     if prefill:

@@ -12,12 +12,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from peers.catalogue import LENGTHS, MODELS, PEERS, Peer
+from peers.catalogue import LENGTHS, LOG_PROBABILITIES, MODELS, PEERS, Peer
+from peers.cost import cost_file
 from peers.report import markdown
 from peers.schedule import Slot, schedule
 
@@ -47,6 +48,12 @@ def warm(place: Path) -> None:
             with file.open("rb") as stream:
                 while stream.read(1 << 22):
                     pass
+
+
+def costs(places: Mapping[str, Path]) -> dict[str, Any]:
+    """What making each took, where that is known: not of the GGUF itself, nor of a bundle that make did not make."""
+    files = {name: cost_file(place) for name, place in places.items()}
+    return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
 
 
 def run_worker(command: list[str], request: dict[str, Any], variables: dict[str, str]) -> tuple[Any, str]:
@@ -92,8 +99,10 @@ def bench_model(
         command = [sys.executable, str(WORKERS / "prepare.py"), model, str(reference_file.parent)]
         subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
     reference = json.loads(reference_file.read_text())
+    expected = reference_file.with_name(LOG_PROBABILITIES)
     reasons = {peer.name: missing(peer, model, environments) for peer in PEERS}
     row |= {"reference_nll": reference["nll"], "scored": SCORE[1]}
+    row["costs"] = costs(bundles | {peer.name: peer.model(environments, model) for peer in PEERS})
     row["missing"] = {name: reason for name, reason in reasons.items() if reason is not None}
     ready = {peer.name: peer.longest for peer in PEERS if reasons[peer.name] is None and peer.name in chosen}
     row["runs"] = [run for run in row.get("runs", []) if run["result"]]  # what failed is tried again
@@ -106,7 +115,7 @@ def bench_model(
         warm(place)
         request = {
             "ids": reference["ids"], "threads": threads, "lengths": slot.lengths, "repeats": 3,
-            "score": SCORE if slot.scored else None,
+            "score": SCORE if slot.scored else None, "expected": str(expected),
         }  # fmt: skip
         print(f"{model}: round {slot.round + 1} of {rounds}, {slot.name}, {max(slot.lengths)} tokens", flush=True)
         own = {"PYTHONPATH": str(ROOT)} if slot.ours else {}

@@ -9,6 +9,8 @@ D head_dim.
 
 from exporter.spec.base import DTYPE_BYTES, DType, Spec
 from exporter.spec.manifest import (
+    EAGER,
+    FLOAT,
     IDS_DTYPES,
     KEEP_INT8,
     LAYOUTS,
@@ -56,6 +58,8 @@ from exporter.spec.states import (
 
 __all__ = [
     "DTYPE_BYTES",
+    "EAGER",
+    "FLOAT",
     "IDS_DTYPES",
     "KEEP_INT8",
     "LAYOUTS",

@@ -199,6 +199,10 @@ class CheckResult(Spec):
     evidence: str
 
 
+EAGER, FLOAT = "eager", "float eager"
+"""References of a comparison at export: the model that was traced, and where that rounds, the one before it did."""
+
+
 class Comparison(Spec):
     """How far a program was from a reference on the same tokens. `positions` counts compared rows of logits.
 
@@ -265,6 +269,12 @@ class Manifest(Spec):
     def states(self) -> tuple[StateSpec, ...]:
         """The states of that program."""
         return self.program.states
+
+    @property
+    def from_float(self) -> Comparison | None:
+        """How far that program was from the float model at export; None if nobody compared them."""
+        by_reference = {comparison.reference: comparison for comparison in self.verification}
+        return by_reference.get(FLOAT, by_reference.get(EAGER))
 
     @property
     def is_quantized(self) -> bool:

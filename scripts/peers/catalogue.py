@@ -10,6 +10,10 @@ HERE = Path(__file__).resolve().parent
 MODELS = {"gemma3_270m": "Gemma 3 270M", "smollm2_135m": "SmolLM2 135M Instruct"}
 LENGTHS = {"gemma3_270m": (128, 512, 2048, 8192, 32000), "smollm2_135m": (128, 512, 2048, 8000)}
 """Tokens in the cache; SmolLM2's context is 8192, and the decoded tokens must fit too."""
+STATIC_CONTEXT = 2176
+"""Tokens in the caches of programs that allocate them whole: the 2048 that all are compared at, and room to decode."""
+LOG_PROBABILITIES = "log_probabilities.npy"
+"""Of a model's reference: what float32 expects at every scored position."""
 
 Command = Callable[[Path, Path, Path], list[str]]
 
@@ -58,6 +62,18 @@ def _onnxruntime(programs: Path, checkpoint: Path, out: Path) -> list[str]:
     return [str(programs / "python"), str(script), "-i", str(checkpoint), "-o", str(out), *precision]
 
 
+def _optimum_executorch(programs: Path, checkpoint: Path, out: Path) -> list[str]:
+    task = ["--task", "text-generation", "--recipe", "xnnpack", "--use_custom_sdpa", "--use_custom_kv_cache"]
+    sizes = ["--qlinear", "8da4w", "--qembedding", "8w", "--max_seq_len", str(STATIC_CONTEXT)]
+    command = [str(programs / "optimum-cli"), "export", "executorch", "--model", str(checkpoint)]
+    return [*command, *task, *sizes, "--output_dir", str(out)]
+
+
+def _litert(programs: Path, checkpoint: Path, out: Path) -> list[str]:
+    script = HERE / "convert_litert.py"
+    return [str(programs / "python"), str(script), str(checkpoint), str(out), str(STATIC_CONTEXT)]
+
+
 PEERS = (
     Peer(
         "openvino",
@@ -95,10 +111,33 @@ PEERS = (
         convert=_onnxruntime,
         longest=4096,  # it keeps logits of the whole prompt: a megabyte a token for Gemma
     ),
+    Peer(
+        "optimum_executorch",
+        "optimum-executorch 8da4w",
+        (
+            "torch==2.13.0",
+            "torchao==0.18.0",
+            "executorch==1.5.1",
+            "transformers==5.0.0rc1",
+            "optimum-executorch==1.1.0",
+        ),
+        convert=_optimum_executorch,
+        longest=STATIC_CONTEXT - 64,
+    ),
+    Peer(
+        "litert",
+        "LiteRT int8",
+        (
+            "torch==2.13.0",
+            "torchao==0.18.0",
+            "transformers==5.24.0",
+            "litert-torch==0.10.0",
+            "ai-edge-litert==2.3.0",
+            "ai-edge-quantizer==0.10.0",
+            "litert-converter==0.5.0",
+            "litert-lm-builder==0.18.1",
+        ),
+        convert=_litert,
+        longest=STATIC_CONTEXT - 64,
+    ),
 )
-
-UNMEASURED = {
-    "optimum-executorch 8da4w": "no worker here yet; its conversion takes about eight minutes of CPU a model",
-    "LiteRT int8": "no worker here yet; litert-torch 0.10.0 needs tensorflow, which it does not declare",
-}
-"""What a user might pick too: title -> why no run of it is made."""

@@ -6,14 +6,13 @@ What is there already stays; a peer that fails is named, with the end of its log
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
+import cost
 import typer
 from catalogue import MODELS, PEERS, Peer
 
@@ -26,15 +25,19 @@ class StepError(Exception):
     """A command that failed: which, and the end of what it said."""
 
 
-def run(command: Sequence[str], log: Path, variables: Mapping[str, str]) -> None:
+def run(command: Sequence[str], log: Path, variables: Mapping[str, str]) -> dict[str, float]:
+    """What the command cost; what it says goes to `log`.
+
+    Raises:
+        StepError: it failed.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as output:
-        done = subprocess.run(
-            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **variables}, check=False
-        )
-    if done.returncode:
+        code, taken = cost.run(command, output, variables)
+    if code:
         lines = [line[:300] for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        raise StepError(f"exit code {done.returncode}; the end of {log.name}:\n    " + "\n    ".join(lines[-8:]))
+        raise StepError(f"exit code {code}; the end of {log.name}:\n    " + "\n    ".join(lines[-8:]))
+    return taken
 
 
 def install(peer: Peer, environments: Path) -> None:
@@ -54,7 +57,8 @@ def install(peer: Peer, environments: Path) -> None:
 
 
 def convert(peer: Peer, model: str, environments: Path) -> None:
-    """Convert one model, unless it is there; half a conversion is never left in its place."""
+    """Convert one model, unless it is there, and write what that cost beside it; half a conversion is never left in its
+    place."""
     target = peer.model(environments, model)
     if peer.convert is None or target.exists():
         return
@@ -63,7 +67,8 @@ def convert(peer: Peer, model: str, environments: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     checkpoint = environments / "models" / model / "checkpoint"
     command = peer.convert(peer.python(environments).parent, checkpoint, partial)
-    run(command, target.with_name(f"{model}.log"), {"HF_HUB_OFFLINE": "1"})
+    taken = run(command, target.with_name(f"{model}.log"), {"HF_HUB_OFFLINE": "1"})
+    cost.cost_file(target).write_text(json.dumps(taken) + "\n")
     partial.rename(target)
 
 

@@ -1,4 +1,4 @@
-"""What every peer starts from, once a model: the checkpoint in Hugging Face's format, its token ids and its fp32 NLL.
+"""What every peer starts from, once a model: the checkpoint in Hugging Face's format, token ids, and what float32 says.
 
 The weights are those of the model's GGUF, dequantised to float32; the tokenizer is the exporter's. The ids are English
 text, repeated where it is too short. Run in the project's own environment.
@@ -11,8 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
+from catalogue import LOG_PROBABILITIES
 
 from exporter.checkpoint import open_checkpoint
 from exporter.config import load_config
@@ -46,19 +48,28 @@ def plain(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
     return fresh
 
 
-def nll(reference: TransformersReference, ids: list[int]) -> float:
-    """Mean over the true tokens after the prefix, as the workers score them."""
+def write_log_probabilities(reference: TransformersReference, ids: list[int], file: Path) -> float:
+    """Write what float32 expects where the workers score, to `file`: log-probabilities [`SCORED`, vocab] in float16.
+
+    Returns:
+        The mean negative log-likelihood of the true tokens there.
+    """
     logits = reference.logits(ids[: SCORE_PREFIX + SCORED])[SCORE_PREFIX - 1 : -1]
     true = torch.tensor(ids[SCORE_PREFIX : SCORE_PREFIX + SCORED])
-    total = sum(
-        float(torch.nn.functional.cross_entropy(rows, own, reduction="sum"))
-        for rows, own in zip(logits.split(100), true.split(100), strict=True)
-    )
+    out = np.lib.format.open_memmap(file, mode="w+", dtype=np.float16, shape=tuple(logits.shape))
+    total, written = 0.0, 0
+    for rows, own in zip(logits.split(100), true.split(100), strict=True):
+        expected = torch.log_softmax(rows, dim=-1)
+        total -= float(expected.gather(1, own[:, None]).sum())
+        out[written : written + len(rows)] = expected.numpy()
+        written += len(rows)
+    out.flush()
     return total / len(true)
 
 
 def prepare(model: str, directory: Path) -> None:
-    """Write ``checkpoint/`` and ``reference.json`` (ids, NLL, the GGUF's path) into `directory`."""
+    """Write ``checkpoint/``, ``log_probabilities.npy`` and ``reference.json`` (ids, NLL, the GGUF's path) into
+    `directory`."""
     source = open_checkpoint(load_config(ROOT / "configs" / f"{model}.yaml").checkpoint)
     folder = directory / "checkpoint"
     folder.mkdir(parents=True, exist_ok=True)
@@ -69,7 +80,8 @@ def prepare(model: str, directory: Path) -> None:
     plain(reference.model).save_pretrained(folder)
     config = folder / "config.json"
     config.write_text(json.dumps(older_config(json.loads(config.read_text())), indent=2))
-    found = {"ids": ids, "nll": nll(reference, ids), "gguf": str(source.path)}
+    likelihood = write_log_probabilities(reference, ids, directory / LOG_PROBABILITIES)
+    found = {"ids": ids, "nll": likelihood, "gguf": str(source.path)}
     # Written last: a directory that has it is complete.
     (directory / "reference.json").write_text(json.dumps(found))
 

@@ -13,9 +13,11 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
 
 DECODED = 32
 
@@ -34,9 +36,12 @@ class Peer(Protocol):
         """
         ...
 
-    def nll(self, ids: Sequence[int], prefix: int) -> float | None:
-        """Mean negative log-likelihood of ``ids[prefix:]``, each token run alone after the prefix; None where the peer
-        gives no logits."""
+    def rows(self, ids: Sequence[int], prefix: int) -> Iterator[Any]:
+        """Forget everything and run ``ids[:prefix]``, then each later token but the last alone.
+
+        Yields:
+            Logits [vocab] before each token of ``ids[prefix:]``; they may be the same memory every time.
+        """
         ...
 
 
@@ -46,23 +51,39 @@ def resident(key: str) -> int:
     return int(next(line for line in lines if line.startswith(f"{key}:")).split()[1]) * 1024
 
 
-def mean_nll(rows: Iterable[Any], true: Sequence[int]) -> float:
-    """Of n rows of logits [vocab], which may be the same memory, and the n true tokens; in float64."""
-    import numpy as np
+def log_probabilities(logits: Any) -> Any:
+    """Of logits [vocab], in float64; of log-probabilities that were rounded, such as add up to one again."""
+    values = np.asarray(logits, dtype=np.float64)
+    values = values - values.max()
+    return values - np.log(np.exp(values).sum())
 
-    total = 0.0
-    for row, token in zip(rows, true, strict=True):
-        values = np.asarray(row, dtype=np.float64)
-        top = values.max()
-        total += top + np.log(np.exp(values - top).sum()) - values[token]
-    return float(total / len(true))
+
+def divergence(expected: Any, logits: Any) -> float:
+    """KL divergence in nats of what `logits` [vocab] say from the log-probabilities `expected` [vocab]."""
+    wanted = log_probabilities(expected)
+    return float(np.exp(wanted) @ (wanted - log_probabilities(logits)))
+
+
+def mean_scores(rows: Iterable[Any], true: Sequence[int], expected: Sequence[Any]) -> tuple[float, float]:
+    """Mean negative log-likelihood and mean KL divergence from float32, in nats.
+
+    Args:
+        rows: n times logits [vocab], which may be the same memory.
+        true: the n tokens that followed.
+        expected: float32's log-probabilities there, [n, vocab].
+    """
+    loss = distance = 0.0
+    for row, token, wanted in zip(rows, true, expected, strict=True):
+        loss -= float(log_probabilities(row)[token])
+        distance += divergence(wanted, row)
+    return loss / len(true), distance / len(true)
 
 
 def measure(load: Callable[[Path, dict[str, Any]], Peer], packages: Sequence[str], arguments: Sequence[str]) -> None:
     """Run one worker: ``worker.py MODEL REQUEST.json``; imports are done by now.
 
     The request has ``ids``, ``threads``, ``lengths``, ``repeats`` (of those up to 2048), ``score`` (None or prefix and
-    count).
+    count) and ``expected`` (float32's log-probabilities of the scored tokens, a file of float16).
     """
     stdout = os.dup(1)
     os.dup2(2, 1)  # libraries print; standard output carries the result alone
@@ -83,10 +104,11 @@ def measure(load: Callable[[Path, dict[str, Any]], Peer], packages: Sequence[str
         decode[length] = 1 / statistics.median(runs[-1][1:])
         peaks[length] = resident("VmHWM")
     peak = resident("VmHWM")
-    nll = None
-    if request["score"]:
+    nll = kl = None
+    if request["score"]:  # after the peaks: what float32 expected is no part of them
         prefix, count = request["score"]
-        nll = peer.nll(ids[: prefix + count], prefix)
+        text = ids[: prefix + count]
+        nll, kl = mean_scores(peer.rows(text, prefix), text[prefix:], np.load(request["expected"], mmap_mode="r"))
     result = {
         "load_seconds": load_seconds,
         "first_token_seconds": first_token_seconds,
@@ -97,6 +119,7 @@ def measure(load: Callable[[Path, dict[str, Any]], Peer], packages: Sequence[str
         "bare_bytes": bare,
         "file_bytes": sum(file.stat().st_size for file in peer.files),
         "nll": nll,
+        "kl": kl,
         "versions": {name: importlib.metadata.version(name) for name in packages},
     }
     sys.stdout.flush()

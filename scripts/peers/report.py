@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from measuring import table
-from peers.catalogue import MODELS, PEERS, UNMEASURED
+from peers.catalogue import MODELS, PEERS
 from peers.schedule import SHORT, Figure, above_bare, at, key, long_peak, median, ratio
 
 TITLES = {peer.name: peer.title for peer in PEERS}
@@ -46,7 +46,7 @@ def figures(lengths: Sequence[int]) -> list[tuple[str, Figure]]:
 def absolute(row: Mapping[str, Any]) -> str:
     runs = row["runs"]
     lengths = lengths_of(runs)
-    columns = ["", *(name for name, _ in figures(lengths)), "NLL", "from fp32"]
+    columns = ["", *(name for name, _ in figures(lengths)), "NLL", "from fp32", "KL", "export CPU s", "export GB"]
     rows = []
     for name in (name for names in contenders(runs) for name in names):
         values = [median(runs, name, figure) for _, figure in figures(lengths)]
@@ -54,7 +54,13 @@ def absolute(row: Mapping[str, Any]) -> str:
         shows += [mb, mb, lambda v: f"{v:.2f}", lambda v: f"{v:.2f}", mb]
         nll = median(runs, name, key("nll"))
         quality = [cell(nll, lambda v: f"{v:.4f}"), cell(nll, lambda v: f"{v - row['reference_nll']:+.4f}")]
-        rows.append([TITLES.get(name, name), *map(cell, values, shows), *quality])
+        quality.append(cell(median(runs, name, key("kl")), lambda v: f"{v:.4f}"))
+        cost = row.get("costs", {}).get(name, {})
+        export = [
+            cell(cost.get("cpu_seconds"), lambda v: f"{v:.0f}"),
+            cell(cost.get("peak_bytes"), lambda v: f"{v / 1e9:.1f}"),
+        ]
+        rows.append([TITLES.get(name, name), *map(cell, values, shows), *quality, *export])
     return table(columns, rows)
 
 
@@ -86,8 +92,7 @@ def troubles(row: Mapping[str, Any]) -> str:
     lines = [f"- {TITLES.get(name, name)}: {reason}" for name, reason in row["missing"].items()]
     failed = {(run["name"], run["error"]) for run in row["runs"] if run.get("error")}
     lines += [f"- {TITLES.get(name, name)} failed: {error}" for name, error in sorted(failed)]
-    lines += [f"- {title}: {reason}" for title, reason in UNMEASURED.items()]
-    return "\n".join(["", "Missing:", "", *lines, ""])
+    return "\n".join(["", "Missing:", "", *lines, ""]) if lines else ""
 
 
 def versions(results: Mapping[str, Any]) -> str:
@@ -136,9 +141,11 @@ Ours and a peer ran by turns, each measurement in a process of its own. All star
 4-bit GGUF, which llama.cpp runs as it is and the others dequantised to float32 and quantised again; a peer at 4 bits
 loses likelihood by that which it would not lose on the original weights. prefill N: N tokens over the seconds from an
 empty cache to the first greedy token, the median of 3. decode N: greedy tokens after a context of N, by the median of
-32. NLL: mean over 1,000 true tokens of English after 512, each run alone, against Transformers in float32. Contexts
-above {SHORT} tokens are measured in the first round alone. first token: loading and a prompt of 128 tokens in a fresh
-process with imports done and the files in the system's cache.
+32. NLL: mean over 1,000 true tokens of English after 512, each run alone, against Transformers in float32; KL: mean
+divergence in nats of the next token's distribution there from Transformers'. Contexts above {SHORT} tokens are measured
+in the first round alone. first token: loading and a prompt of 128 tokens in a fresh process with imports done and the
+files in the system's cache. export: what making the bundle or converting the model took, CPU seconds of all its
+processes and the largest one's peak of memory.
 
 {sections}
 ## Versions

@@ -10,7 +10,7 @@ from typing import Any
 
 import llama_cpp
 import numpy as np
-from protocol import DECODED, mean_nll, measure
+from protocol import DECODED, measure
 
 
 class LlamaCpp:
@@ -43,10 +43,7 @@ class LlamaCpp:
             seconds.append(time.perf_counter() - start)
         return seconds
 
-    def nll(self, ids: Sequence[int], prefix: int) -> float:
-        return mean_nll(self._rows(ids, prefix), ids[prefix:])
-
-    def _rows(self, ids: Sequence[int], prefix: int) -> Iterator[np.ndarray]:
+    def rows(self, ids: Sequence[int], prefix: int) -> Iterator[np.ndarray]:
         self._llama.reset()
         self._llama.eval(ids[:prefix])
         yield self._logits()

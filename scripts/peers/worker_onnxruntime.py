@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import onnxruntime_genai
-from protocol import mean_nll, measure
+from protocol import measure
 
 LEAST = 513  # Gemma's window is refused a shorter cache
 
@@ -42,10 +42,7 @@ class ONNXRuntime:
             start = time.perf_counter()
         return seconds
 
-    def nll(self, ids: Sequence[int], prefix: int) -> float:
-        return mean_nll(self._rows(ids, prefix), ids[prefix:])
-
-    def _rows(self, ids: Sequence[int], prefix: int) -> Iterator[np.ndarray]:
+    def rows(self, ids: Sequence[int], prefix: int) -> Iterator[np.ndarray]:
         generator = self._generator(len(ids) + 1)
         pieces = [ids[:prefix], *([token] for token in ids[prefix:-1])]
         for piece in pieces:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import openvino
 import openvino_genai
-from protocol import mean_nll, measure
+from protocol import measure
 
 CHUNK = 64  # of the scored prefix: the graph returns logits of every token
 
@@ -34,10 +34,7 @@ class OpenVINO:
         assert len(result.tokens[0]) == count and len(later) == count - 1, (len(result.tokens[0]), len(later))
         return [first, *later]
 
-    def nll(self, ids: Sequence[int], prefix: int) -> float:
-        return mean_nll(self._rows(ids, prefix), ids[prefix:])
-
-    def _rows(self, ids: Sequence[int], prefix: int) -> Iterator[np.ndarray]:
+    def rows(self, ids: Sequence[int], prefix: int) -> Iterator[np.ndarray]:
         request = openvino.Core().compile_model(self.files[1], "CPU", self._properties).create_infer_request()
         position = 0
         while position < len(ids) - 1:

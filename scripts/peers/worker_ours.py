@@ -6,6 +6,10 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
+from protocol import divergence
+from torch import Tensor
+
 from exporter.bundle import read_bundle
 from exporter.quiet import quieten_libraries
 from runtime_ref.bench import bench
@@ -18,13 +22,21 @@ def main(directory: Path, request_file: Path) -> None:
     request = json.loads(request_file.read_text())
     bundle = choose(read_bundle(directory, verify_files=False), None)
     lengths = request["lengths"]
+    divergences: list[float] = []
+    expected = np.load(request["expected"], mmap_mode="r") if request["score"] else None
+
+    def watch(logits: Tensor) -> None:
+        assert expected is not None
+        divergences.append(divergence(expected[len(divergences)], logits.numpy()))
+
     found = bench(
         bundle,
         request["ids"],
         threads=request["threads"],
         prefills=[length for length in lengths if length <= 2048],
         contexts=lengths,
-        scoring=request["score"] is not None,
+        scoring=expected is not None,
+        watch=watch,
     )
     result = {
         "load_seconds": found.load_seconds,
@@ -40,6 +52,7 @@ def main(directory: Path, request_file: Path) -> None:
         "bandwidth": found.bandwidth,
         "weights": found.weights,
         "nll": found.nll,
+        "kl": sum(divergences) / len(divergences) if divergences else None,
         "versions": versions(),
     }
     print(json.dumps(result))

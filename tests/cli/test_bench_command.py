@@ -73,6 +73,28 @@ def test_the_likelihood_is_that_of_the_text_one_token_at_a_time(measured: dict, 
     assert measured["nll"] == pytest.approx(total / measured["scored"], abs=1e-5)
 
 
+def test_what_the_export_recorded_is_said_as_recorded(
+    measured: dict, tiny_bundle: Path, int8_bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (own,) = read_bundle(tiny_bundle).manifest.verification  # a float program is held to its eager model alone
+    assert (measured["export_kl"], measured["export_positions"]) == (own.mean_kl_divergence, own.positions)
+    assert run("bench", "--bundle", int8_bundle, "--no-nll", "--prefills", 20, "--contexts", 20) == 0
+    (recorded,) = [c for c in read_bundle(int8_bundle).manifest.verification if c.reference == "float eager"]
+    said = next(line for line in capsys.readouterr().out.splitlines() if "recorded at export" in line)
+    assert f"{recorded.mean_kl_divergence:.4f} over {recorded.positions} tokens" in said
+
+
+def test_who_watches_sees_the_row_of_every_scored_token(tiny_bundle: Path, measured: dict) -> None:
+    bundle = read_bundle(tiny_bundle)
+    ids = english_tokens(bundle)
+    rows: list[torch.Tensor] = []
+    bench(bundle, ids, threads=1, prefills=[20], contexts=[20], watch=lambda row: rows.append(row.clone()))
+    limit = bundle.manifest.max_context_length - DECODED
+    true = torch.tensor(ids[limit // 2 : limit])
+    loss = torch.nn.functional.cross_entropy(torch.stack(rows).double(), true)
+    assert measured["nll"] == pytest.approx(float(loss), abs=1e-5)
+
+
 def test_an_untied_head_does_not_read_its_embedding(llama_bundle: Path) -> None:
     bundle = read_bundle(llama_bundle)
     model = bundle.manifest.model

@@ -1,16 +1,18 @@
 """The comparison with peers: who runs when, what is compared, and what a worker says."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import bench_peers
+import numpy as np
 import pytest
 import torch
-from peers.catalogue import PEERS, UNMEASURED, Peer
-from peers.protocol import DECODED, mean_nll
+from peers.catalogue import PEERS, Peer
+from peers.protocol import DECODED, divergence, mean_scores
 from peers.report import markdown
 from peers.schedule import above_bare, at, key, long_peak, median, ratio, schedule
 
@@ -23,7 +25,8 @@ def result(speed: float, **changes: Any) -> dict[str, Any]:
     return {
         "prefill": lengths, "decode": lengths, "limits": lengths, "live_bytes": {"128": 1e6, "2048": 2e6},
         "peaks": {"128": 300e6, "2048": 400e6}, "peak_bytes": 400e6, "bare_bytes": 100e6, "file_bytes": 50e6,
-        "load_seconds": 1.0, "first_token_seconds": 2.0, "bandwidth": 30e9, "nll": 2.5, "versions": {"it": "1"},
+        "load_seconds": 1.0, "first_token_seconds": 2.0, "bandwidth": 30e9, "nll": 2.5, "kl": None,
+        "versions": {"it": "1"},
     } | changes  # fmt: skip
 
 
@@ -77,16 +80,18 @@ def test_memory_is_compared_above_the_bare_process_at_one_length() -> None:
 
 def test_the_page_names_ratios_quality_and_what_is_missing() -> None:
     runs = [
-        run(0, "int8", result(200.0, nll=2.51)), run(0, "openvino", result(100.0)),
+        run(0, "int8", result(200.0, nll=2.51, kl=0.0123)), run(0, "openvino", result(100.0)),
         run(0, "llama_cpp", None, error="exit code 1: no memory"),
     ]  # fmt: skip
     row = {"reference_nll": 2.5, "missing": {"litert": "not installed: python install.py"}, "runs": runs}
+    row["costs"] = {"int8": {"cpu_seconds": 93.7, "peak_bytes": 2.94e9}}
     page = markdown({"date": "2026-01-01", "machine": "a machine", "threads": 2, "models": {"gemma3_270m": row}})
     (ratios,) = [line for line in page.splitlines() if line.startswith("| int8 | OpenVINO")]
     assert set(ratios.split(" | ")[2:6]) == {"2.00"}
-    assert "| 2.5100 | +0.0100 |" in page and "a machine" in page
+    assert "| 2.5100 | +0.0100 | 0.0123 | 94 | 2.9 |" in page and "a machine" in page
+    assert "| 2.5000 | +0.0000 |  |  |  |" in page
     assert "llama.cpp, the GGUF itself failed: exit code 1: no memory" in page
-    assert "install.py" in page and all(title in page for title in UNMEASURED)
+    assert "LiteRT int8: not installed: python install.py" in page
     assert "| int8 | 2048 | 2.0 | 100 | 100% |" in page
 
 
@@ -117,7 +122,9 @@ class Fake:
     def run(self, ids, count):
         Fake.calls += 1
         return [len(ids) / (1000 * Fake.calls), *[0.02] * (count // 2), *[0.01] * (count // 2)]
-    def nll(self, ids, prefix): return float(len(ids) - prefix)
+    def rows(self, ids, prefix):
+        for token in ids[prefix:]:
+            yield [0.0, 0.0, 0.0, 0.0]
 measure(Fake, (), sys.argv[1:])
 """
 
@@ -129,13 +136,19 @@ def worker(tmp_path: Path) -> list[str]:
 
 
 def test_a_worker_reports_medians_alone_on_standard_output(worker: list[str]) -> None:
-    request = {"ids": list(range(3000)), "threads": 1, "lengths": [128, 2500], "repeats": 3, "score": [512, 1000]}
+    expected = np.log(np.array([[0.5, 0.25, 0.125, 0.125]] * 1000)).astype(np.float16)
+    np.save(worker[-1] + "/expected.npy", expected)
+    request = {
+        "ids": [0, 1, 2] * 1000, "threads": 1, "lengths": [128, 2500], "repeats": 3, "score": [512, 1000],
+        "expected": worker[-1] + "/expected.npy",
+    }  # fmt: skip
     found, error = bench_peers.run_worker(worker, request, {"PYTHONPATH": str(WORKERS)})
     assert error == ""
     assert found["prefill"]["128"] == pytest.approx(3000.0)  # calls 2, 3 and 4; the first warmed up
     assert found["prefill"]["2500"] == pytest.approx(5000.0)  # one call, the fifth
     assert found["decode"]["128"] == pytest.approx(1 / 0.015) and DECODED % 2 == 0
-    assert found["nll"] == 1000.0
+    assert found["nll"] == pytest.approx(math.log(4))
+    assert found["kl"] == pytest.approx(math.log(4) - 1.75 * math.log(2), abs=1e-3)
     assert 0 < found["bare_bytes"] <= found["peak_bytes"]
 
 
@@ -158,16 +171,54 @@ def test_a_worker_that_fails_is_named_by_its_last_word(tmp_path: Path, monkeypat
     assert found is None and "no result" in error
 
 
-def test_likelihood_is_cross_entropy() -> None:
-    logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(0)) * 30
+def test_scores_are_cross_entropy_and_divergence_from_float32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, floats = torch.randn(7, 50, generator=generator) * 30, torch.randn(7, 50, generator=generator) * 30
     true = [3, 0, 49, 7, 7, 12, 20]
-    expected = torch.nn.functional.cross_entropy(logits.double(), torch.tensor(true))
-    assert mean_nll(iter(logits.numpy()), true) == pytest.approx(float(expected), rel=1e-12)
+    cross_entropy = torch.nn.functional.cross_entropy(logits.double(), torch.tensor(true))
+    logq, logp = torch.log_softmax(logits.double(), 1), torch.log_softmax(floats.double(), 1)
+    divergences = torch.nn.functional.kl_div(logq, logp, log_target=True, reduction="batchmean")
+    nll, kl = mean_scores(iter(logits.numpy()), true, logp.numpy())
+    assert nll == pytest.approx(float(cross_entropy), rel=1e-12)
+    assert kl == pytest.approx(float(divergences), rel=1e-12)
+
+
+def test_what_float32_expected_keeps_its_divergence_in_sixteen_bits() -> None:
+    """The distribution of a large vocabulary, and one a hundredth of a nat away from it."""
+    generator = torch.Generator().manual_seed(0)
+    floats = torch.randn(100_000, generator=generator) * 4
+    near = floats + 0.15 * torch.randn(100_000, generator=generator)
+    logp = torch.log_softmax(floats, 0)
+    exact = divergence(logp.numpy(), near.numpy())
+    assert 0.005 < exact < 0.02
+    assert divergence(logp.half().numpy(), near.numpy()) == pytest.approx(exact, rel=5e-3)
+    assert 0 <= divergence(logp.half().numpy(), floats.numpy()) < 1e-5
+
+
+def test_a_cost_is_that_of_the_command_and_of_what_it_waited_for(tmp_path: Path) -> None:
+    """`cost.py` as a process, whose child has a child that takes the memory and the time."""
+    file = bench_peers.cost_file(tmp_path / "model")
+    work = "x = bytearray(400_000_000); sum(range(5_000_000))"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {work!r}])"
+    command = [sys.executable, str(WORKERS / "cost.py"), str(file), sys.executable, "-c"]
+    assert subprocess.run([*command, parent], check=False).returncode == 0
+    (found,) = bench_peers.costs({"it": tmp_path / "model", "another": tmp_path / "other"}).values()
+    assert 400e6 < found["peak_bytes"] < 600e6 and 0.05 < found["cpu_seconds"] < 60
+    assert subprocess.run([*command, "pass"], check=False).returncode == 0
+    (after,) = bench_peers.costs({"it": tmp_path / "model"}).values()
+    assert after["peak_bytes"] < 100e6
+
+
+def test_a_command_that_fails_leaves_no_cost_and_keeps_its_exit_code(tmp_path: Path) -> None:
+    command = [sys.executable, str(WORKERS / "cost.py"), str(tmp_path / "cost.json"), sys.executable, "-c"]
+    assert subprocess.run([*command, "raise SystemExit(3)"], check=False).returncode == 3
+    assert subprocess.run([*command, "import os; os.kill(os.getpid(), 9)"], check=False).returncode == 137
+    assert not (tmp_path / "cost.json").exists()
 
 
 def test_a_peer_that_cannot_be_installed_does_not_stop_the_others(tmp_path: Path) -> None:
     """`install.py` as a process over a catalogue of two: the first conversion fails, the second succeeds."""
-    for name in ("install.py",):
+    for name in ("install.py", "cost.py"):
         (tmp_path / name).write_text((WORKERS / name).read_text())
     (tmp_path / "catalogue.py").write_text(
         (WORKERS / "catalogue.py").read_text().partition("PEERS = (")[0]
@@ -185,5 +236,6 @@ def test_a_peer_that_cannot_be_installed_does_not_stop_the_others(tmp_path: Path
     command = [sys.executable, str(tmp_path / "install.py"), "--environments", str(root)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "FAILED Bad: exit code 1" in done.stdout and "FAILED Good" not in done.stdout
-    assert not (root / "bad" / "gemma3_270m").exists()
+    assert not (root / "bad" / "gemma3_270m").exists() and not (root / "bad" / "gemma3_270m.cost.json").exists()
+    assert json.loads((root / "good" / "gemma3_270m.cost.json").read_text())["peak_bytes"] > 0
     assert (root / "good" / "smollm2_135m").is_dir()
