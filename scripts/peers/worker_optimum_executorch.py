@@ -44,7 +44,7 @@ class OptimumExecuTorch:
             start = time.perf_counter()
             logits = self._logits(tokens, position)
             position += len(tokens)
-            tokens = [int(logits.argmax())]
+            tokens = [int(logits.numpy().argmax())]
             seconds.append(time.perf_counter() - start)
         return seconds
 
