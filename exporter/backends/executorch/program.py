@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -57,10 +58,10 @@ def build(decoder: Decoder, limits: Limits, options: ExecutorchOptions, director
         detail(f"{path.stat().st_size / 1e6:.0f} MB")
     with step("check lowered program") as detail:
         runtime, operators = runtime_registry()
-        data = path.read_bytes()
-        lowered = check_lowered(data, contracts, operators)
-        refuse_failed(lowered)
-        file = read_pte(data)
+        with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            lowered = check_lowered(data, contracts, operators)
+            refuse_failed(lowered)
+            file = read_pte(data)
         outside = sorted({name for plan in file.plans.values() for name in plan.operators_called()})
         detail(f"{len(lowered)} checks passed")
     program = ProgramSpec(
