@@ -102,6 +102,7 @@ def program_decoder(
         kernels = backend(target).kernels(source.config.options(target))
         decoder = Decoder.unread(source.checkpoint.spec, source.states(target), kernels)
         quantize(decoder, spec, ids, source.reader())
+        release_freed_memory()
         return decoder
 
 
@@ -160,8 +161,11 @@ def add_program(manifest: Manifest, target: Format, directory: Path, source: Sou
     bundle, pieces = Bundle(directory, alone), schedule(alone)
     calls = Calls(verify.bundle_ids(bundle, sum(pieces)), pieces)
     release_freed_memory()
-    eager, original = eager_runs(alone, decoder, source, calls, progress)
-    del decoder  # the program has weights of its own
+    own = run_decoder(alone, decoder, calls, progress)
+    del decoder  # what comes now has weights of its own
+    release_freed_memory()
+    eager, original = eager_runs(alone, own, source, calls, progress)
+    release_freed_memory()
     comparisons = verify_staged(bundle, eager, original, calls, progress)
     return manifest.model_copy(
         update={
@@ -172,30 +176,31 @@ def add_program(manifest: Manifest, target: Format, directory: Path, source: Sou
     )
 
 
-def eager_runs(
-    manifest: Manifest, decoder: Decoder, source: Source, calls: Calls, progress: Progress
-) -> tuple[Run, Run]:
-    """What the eager model with the weights and caches of the program makes of `calls`, and what the float one does
-    that it came from: read again, or the same when nothing was quantised.
-
-    A `.pte` is its eager model, roundings of activations and caches included. The other formats reduce weights while
-    they convert: their eager model has the rounded weights, and float32 caches.
-    """
-    on_floats, program = manifest.with_float_caches(), manifest.program
-    executorch = program.format == "executorch"
+def run_decoder(manifest: Manifest, decoder: Decoder, calls: Calls, progress: Progress) -> Run:
+    """What the decoder that the program was made of makes of `calls`, on plain kernels. A `.pte` is its decoder,
+    roundings of activations and caches included; the other formats round while they convert, so theirs is in floats."""
     with progress.step("run eager"):
-        first = run_by_layers(manifest if executorch else on_floats, decoder.with_kernels(PlainKernels()), calls)
-    if executorch and manifest.is_quantized:
+        caches = manifest if manifest.program.format == "executorch" else manifest.with_float_caches()
+        return run_by_layers(caches, decoder.with_kernels(PlainKernels()), calls)
+
+
+def eager_runs(manifest: Manifest, own: Run, source: Source, calls: Calls, progress: Progress) -> tuple[Run, Run]:
+    """What the eager model with the weights and caches of the program makes of `calls`, and what the float one does
+    that it came from: the one is `run_decoder`'s, the other read again where weights or caches are rounded."""
+    on_floats, program = manifest.with_float_caches(), manifest.program
+    if program.format == "executorch":
+        if not manifest.is_quantized:
+            return own, own
         with progress.step("read and run float eager"):
             original = Decoder.unread(source.checkpoint.spec, on_floats.states, PlainKernels())
-            return first, run_by_layers(on_floats, original, calls, source.reader())
-    if executorch or program.weights in ("float32", "float16"):
-        return first, first
+            return own, run_by_layers(on_floats, original, calls, source.reader())
+    if program.weights in ("float32", "float16"):
+        return own, own
     rounded = read_decoder(source, on_floats.states, PlainKernels(), progress)
     with progress.step("round weights"):
         round_weights(rounded, Storage(program.format, program.weights, program.keep_int8))
     with progress.step("run rounded eager"):
-        return run_by_layers(on_floats, rounded, calls), first
+        return run_by_layers(on_floats, rounded, calls), own
 
 
 def verify_staged(bundle: Bundle, eager: Run, original: Run, calls: Calls, progress: Progress) -> list[Comparison]:
@@ -247,13 +252,15 @@ def verify_program(bundle: Bundle, source: Source | None, progress: Progress) ->
         ids = verify.bundle_ids(bundle, min(effort.tokens, manifest.max_context_length - effort.greedy))
         decoder = program_decoder(source, manifest.program.format, bundle.path, manifest.tokenizer, progress)
         calls = Calls(ids, long_schedule(manifest, len(ids)))
-        eager, original = eager_runs(manifest, decoder, source, calls, progress)
+        own = run_decoder(manifest, decoder, calls, progress)
+        del decoder
+        eager, original = eager_runs(manifest, own, source, calls, progress)
         with progress.step("against eager") as detail:
             against_eager = verify.compare_with_eager(run(session, calls), eager, original)
             baseline = verify.baseline_divergence(against_eager)
             comparisons += against_eager
             detail(calls.described())
-        del decoder, eager, original
+        del own, eager, original
         with progress.step("against Transformers") as detail:
             reference = verify.TransformersReference(source.checkpoint)
             comparisons += verify.compare_with_transformers(session, reference, ids, effort, detail)

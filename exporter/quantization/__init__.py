@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from exporter.machine import release_freed_memory
 from exporter.model.decoder import Decoder, ReadParameter, all_read
 from exporter.quantization import calibration, smoothing
 from exporter.quantization.linears import check_linears, grid_of, int4_rounding, linear_names, quantize_linears
@@ -45,6 +46,7 @@ def quantize(
     assert ids is not None, "smoothing and GPTQ follow the inputs of the model"
     for n, inputs in calibration.observe(decoder, ids, lambda name: _rounded_by_gptq(decoder, spec, name), read):
         if n is None:
+            release_freed_memory()  # of the layers' floats
             head = inputs[calibration.HEAD]
             if spec.smooth and spec.head != "none":
                 smoothing.fold_head(decoder, head)

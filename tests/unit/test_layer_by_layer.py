@@ -18,7 +18,9 @@ IDS = torch.tensor([token_ids(100, seed=3)])
 QUANTIZATIONS = {
     "accurate": QuantizationSpec(linear="int8", embedding="int8", head="int8", smooth=True),
     "plain": QuantizationSpec(linear="int8", embedding="int8"),
-    "gptq": QuantizationSpec(linear="int4", head="int4", embedding="int8", rounding="gptq", smooth=True),
+    "gptq": QuantizationSpec(
+        linear="int4", keep_int8=("o_proj",), head="int4", embedding="int8", rounding="gptq", smooth=True
+    ),
 }
 CALLS = Calls(token_ids(60), [1, 1, 2, 7, 20, 1, 13, 1, 1])
 
