@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import re
 import shutil
@@ -20,8 +21,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from measuring import table
 
 from exporter.machine import machine
+from exporter.quiet import quieten_libraries
 
 GEMMA = {
     "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "num_attention_heads": 4,
@@ -34,6 +37,11 @@ SHAPES = {
     "Gemma 3 270M": {"hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 18},
     "Gemma 3 1B": {"hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26},
 }
+LARGE = {
+    "32 layers, vocabulary 128,256, head of its own": (32, 128256, 2),
+    "36 layers, vocabulary 262,144, tied": (36, 262144, 1),
+}
+"""8B models of hidden size 4096, inner size 14336, 8 KV heads of 128: layers, vocabulary, tables."""
 STD = 0.02
 CONFIG = """\
 name: random
@@ -97,7 +105,7 @@ def in_fork(work: Any, *arguments: Any) -> Any:
     """`work`'s result from a process of its own: this one stays small, or its size would be a child's peak."""
     from multiprocessing import get_context
 
-    with get_context("spawn").Pool(1) as pool:
+    with get_context("spawn").Pool(1, quieten_libraries) as pool:
         return pool.apply(work, arguments)
 
 
@@ -165,6 +173,101 @@ def slope(points: list[tuple[float, float]]) -> tuple[float, float, float]:
     return rise, start, max(abs(y - start - rise * x) for x, y in points)
 
 
+def parts(shape: dict[str, int]) -> tuple[int, int, int]:
+    """Weights in all, of one table and of one layer."""
+    counts = {name: math.prod(size) for name, size in tensors(shape).items()}
+    layer = sum(count for name, count in counts.items() if name.startswith("model.layers.0."))
+    return sum(counts.values()), counts["model.embed_tokens.weight"], layer
+
+
+def held(whole: int, table_weights: int, layer: int) -> int:
+    """Bytes that an export must hold by construction: every weight as an integer, one table and one layer in float32,
+    or, while the program is loaded, what was packed and the pages of the file it was packed from."""
+    return max(whole + 4 * (table_weights + layer), 2 * whole)
+
+
+def page(results: dict[str, Any]) -> str:
+    """docs/export-scaling.md."""
+    rows = results["rows"]
+    named = {f"270M, {name} layers" if name.isdigit() else "1B": row for name, row in rows.items()}
+    rest = {name: row["peak_bytes"] - held(*parts(row["shape"])) for name, row in named.items()}
+    most = max(rest.values())
+    costs = [
+        (
+            name, f"{row['weights'] / 1e6:.0f}", f"{row['file_bytes'] / 1e6:.0f}", f"{row['cpu_seconds']:.0f}",
+            f"{row['peak_bytes'] / 1e9:.2f}", f"{held(*parts(row['shape'])) / 1e9:.2f}", f"{rest[name] / 1e9:.2f}",
+        )
+        for name, row in named.items()
+    ]  # fmt: skip
+    lines = []
+    for what, key, unit in (("CPU seconds", "cpu_seconds", 1), ("MB of peak memory", "peak_bytes", 1e6)):
+        points = [(float(name), row[key] / unit) for name, row in rows.items() if name.isdigit()]
+        rise, start, off = slope(points)
+        lines.append(f"{what}: {rise:.2f} a layer above {start:.0f}; no point is further than {off:.1f} from the line.")
+    steps = [
+        (name, one["step"], f"{one['cpu_seconds']:.1f}", *(f"{one.get(key, 0) / 1e9:.2f}" for key in MEMORY))
+        for name, row in named.items()
+        if name in {"270M, 18 layers", "1B"}
+        for one in row["steps"]
+    ]
+    large = []
+    for name, (layers, vocabulary, tables) in LARGE.items():
+        layer, one = 4096 * (2 * 4096 + 2 * 8 * 128 + 3 * 14336), vocabulary * 4096
+        whole = layers * layer + tables * one
+        bound, before = held(whole, one, layer) + most, 7 * whole + most
+        large.append((name, *(f"{count / 1e9:.2f}" for count in (whole, one, layer, bound, before))))
+    return f"""# What an export costs by the size of the model
+
+`make scaling` writes this page and [export-scaling.json](export-scaling.json). {results["date"]},
+{results["machine"]}. Shared with other work, so CPU seconds are an upper bound.
+
+Random models in the shapes of Gemma 3, bfloat16 safetensors as real checkpoints are, each exported by a process of its
+own with `quantization: {results["quantization"]}`; CPU seconds and peak memory are the kernel's account of that
+process. Every one passed its graph checks and its verification. The cost does not depend on what the weights are.
+
+## Measured
+
+`held` is what must be in memory by construction (below), `rest` the peak without it.
+
+{table(("model", "weights, M", "file, MB", "CPU s", "peak, GB", "held, GB", "rest, GB"), costs)}
+
+By layers, in the shape of the 270M (hidden 640, least squares over the rows above):
+
+{chr(10).join(f"- {line}" for line in lines)}
+
+By step, CPU seconds and the largest resident set (sampled every {SAMPLE_SECONDS:g} s), of which anonymous memory: the
+rest is pages of files, which the system takes back when it needs them. The first step has the imports too.
+
+{table(("model", "step", "CPU s", "resident, GB", "anonymous, GB"), steps)}
+
+## What is held
+
+With W weights in all, T in a table (embedding or head) and L in a layer, in bytes:
+
+- **read and quantise**: W + 4 T + 4 L at most. A layer is read from the checkpoint, calibrated, quantised and dropped
+  before the next one is read; then the head, then the embedding, which is the same table when they are tied.
+- **lower**: W, and what one delegate's largest weight takes while it is written: delegates share the decoder's memory,
+  and what they serialise goes to disk at once.
+- **run eager**: W + 4 L; **float eager**: 4 T or 4 L. The float model is read again, a layer at a time, and each layer
+  does its part of all calls. The integers of the decoder are gone by then.
+- **verify**: W packed by XNNPACK, and up to W of the file's pages.
+
+So `held` is the larger of W + 4 (T + L) and 2 W. Calibration adds 2,048 tokens' activations of one layer; libraries,
+tokenizer and graphs are the same whatever the width.
+
+## An 8B model
+
+Not run: the bound is `held` of such shapes (hidden 4096, inner 14336, 8 KV heads of 128) and the largest `rest` seen
+above, {most / 1e9:.2f} GB. Before weights were streamed, verification held the float model, the decoder's integers and
+the loaded program at once, 7 W: the last column.
+
+{table(("shape", "W, G", "T, G", "L, G", "bound, GB", "before, GB"), large)}
+
+What grows with the model and is not in the bound is time: three forward passes over some 3,400 tokens in float32,
+2 W operations each, take most of the CPU seconds of a large model, and lowering grows with the number of layers only.
+"""
+
+
 def cost(shape: dict[str, int], tokenizer: Path, quantization: str, work: Path) -> dict[str, Any]:
     """Write, export and remove one model."""
     folder = work / "model"
@@ -177,14 +280,16 @@ def cost(shape: dict[str, int], tokenizer: Path, quantization: str, work: Path) 
 
 
 def main(
-    layers: Annotated[str, typer.Option(help="Of models in the shape of Gemma 3 270M.")] = "6,12,18,36",
+    models: Annotated[str, typer.Option(help="Layers in the shape of Gemma 3 270M, or 1B.")] = "6,12,18,36,1B",
     quantization: Annotated[str, typer.Option(help="A preset.")] = "accurate",
     work: Annotated[Path | None, typer.Option(help="Where models are put (8 GB are needed); a temporary one.")] = None,
     out: Annotated[Path, typer.Option(help="The results as JSON.")] = Path("docs/export-scaling.json"),
 ) -> None:
     small = SHAPES["Gemma 3 270M"]
-    asked = {f"{n} layers": small | {"num_hidden_layers": n} for n in map(int, layers.split(","))}
-    asked["Gemma 3 1B"] = SHAPES["Gemma 3 1B"]
+    asked = {
+        name: SHAPES["Gemma 3 1B"] if name == "1B" else small | {"num_hidden_layers": int(name)}
+        for name in models.split(",")
+    }
     rows: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=work) as folder:
         tokenizer = Path(folder) / "tokenizer"
@@ -192,8 +297,12 @@ def main(
         for name, shape in asked.items():
             print(name, flush=True)
             rows[name] = cost(shape, tokenizer, quantization, Path(folder))
-            results = {"date": datetime.date.today().isoformat(), "machine": machine(), "rows": rows}
+            results = {
+                "date": datetime.date.today().isoformat(), "machine": machine(), "quantization": quantization,
+                "rows": rows,
+            }  # fmt: skip
             out.write_text(json.dumps(results, indent=1) + "\n")
+    out.with_suffix(".md").write_text(page(results))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def quantize(
     numbers of threads give an equal result. Routers of experts and experts' stacked weights keep their float values.
 
     Args:
-        decoder: the float32 model; of one that is unread, one layer at a time and the tables are ever in float.
+        decoder: the float32 model; of one that is unread, one layer and one table at a time are ever in float.
         spec: what to do.
         ids: int64 ``[1, T]`` of `calibration.calibration_ids`, where ``spec.is_calibrated``.
         read: gives the parameters of an unread decoder.
@@ -39,9 +39,8 @@ def quantize(
         for layer in (f"layers.{n}" for n in range(len(decoder.layers))):
             decoder.read_part(layer, read)
             quantize_linears(decoder, spec, linear_names(decoder, f"{layer}."), int4)
-        for part in ("embed_tokens", "norm", calibration.HEAD):
-            decoder.read_part(part, read)
-        quantize_tables(decoder, spec, int4)
+        decoder.read_part("norm", read)
+        quantize_tables(decoder, spec, int4, read)
         return
     assert ids is not None, "smoothing and GPTQ follow the inputs of the model"
     for n, inputs in calibration.observe(decoder, ids, lambda name: _rounded_by_gptq(decoder, spec, name), read):
@@ -50,7 +49,7 @@ def quantize(
             head = inputs[calibration.HEAD]
             if spec.smooth and spec.head != "none":
                 smoothing.fold_head(decoder, head)
-            quantize_tables(decoder, spec, int4_rounding(spec, head.moments))
+            quantize_tables(decoder, spec, int4_rounding(spec, head.moments), read)
             continue
         users = calibration.sites(decoder.layers[n])
         if spec.smooth and spec.linear != "none":

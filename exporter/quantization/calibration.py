@@ -133,9 +133,11 @@ def observe(
         read: gives the parameters of an unread decoder.
     """
     total = ids.shape[1]
-    decoder.read_part("embed_tokens", read)
     chunks = [(start, min(start + CHUNK, total)) for start in range(0, total, CHUNK)]
-    hidden = torch.cat([decoder.embed(ids[:, start:end]) for start, end in chunks], 1)
+    if decoder.spec.tie_word_embeddings:  # the table is the head's too, which comes last
+        decoder.read_part("embed_tokens", read)
+    with decoder.reading("embed_tokens", read):
+        hidden = torch.cat([decoder.embed(ids[:, start:end]) for start, end in chunks], 1)
     for n, layer in enumerate(decoder.layers):
         decoder.read_part(f"layers.{n}", read)
         found = {}
