@@ -162,7 +162,7 @@ def add_program(manifest: Manifest, target: Format, directory: Path, source: Sou
     calls = Calls(verify.bundle_ids(bundle, sum(pieces)), pieces)
     release_freed_memory()
     own = run_decoder(alone, decoder, calls, progress)
-    del decoder  # what comes now has weights of its own
+    decoder.let_go()  # what comes now has weights of its own
     release_freed_memory()
     eager, original = eager_runs(alone, own, source, calls, progress)
     release_freed_memory()

@@ -198,6 +198,13 @@ class Decoder(torch.nn.Module):
                 owner, _, own_name = name.rpartition(".")
                 setattr(self.get_submodule(owner), own_name, parameter)
 
+    def let_go(self) -> None:
+        """Free the weights, whoever still refers to them: torch keeps graphs of what was traced."""
+        for tensor in (*self.parameters(), *self.buffers()):
+            storage = tensor.untyped_storage()
+            if storage.resizable():
+                storage.resize_(0)
+
     def with_kernels(self, kernels: CacheKernels) -> Decoder:
         """The same parameters over another cache implementation."""
         shared = {id(tensor): tensor for tensor in (*self.parameters(), *self.buffers())}

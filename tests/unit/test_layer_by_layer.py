@@ -7,6 +7,7 @@ import torch
 from tiny_models import SPECS, decoder_of, one_thread, token_ids  # noqa: F401
 from toy import toy_manifest
 
+from exporter.cache.plain import PlainKernels
 from exporter.model.decoder import Decoder
 from exporter.quantization import QuantizedLinear, quantize
 from exporter.quantization.modules import floats_held
@@ -99,6 +100,15 @@ def test_a_quantised_model_that_is_all_read_stays_as_it_is() -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
     after = decoder.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_weights_are_let_go_though_something_refers_to_them() -> None:
+    decoder = decoder_of(SPECS["gemma"])
+    quantize(decoder, QUANTIZATIONS["accurate"], IDS)
+    kept = list(decoder.with_kernels(PlainKernels()).buffers())
+    assert sum(tensor.untyped_storage().nbytes() for tensor in kept) > 0
+    decoder.let_go()
+    assert [tensor.untyped_storage().nbytes() for tensor in kept] == [0] * len(kept)
 
 
 def test_floats_are_made_once_and_let_go() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import mmap
 from collections.abc import Mapping, Sequence
@@ -88,7 +89,10 @@ def check_codes(decoder: Decoder) -> None:
     for name, module in decoder.named_modules():
         if not isinstance(module, QuantizedLinear) or not module.weight.any():
             continue
-        digest = hashlib.blake2b(module.weight.numpy().tobytes()).digest()
+        # Not by numpy: what it has looked at cannot be freed by name any more (`Decoder.let_go`).
+        weight = module.weight.contiguous()
+        content = (ctypes.c_char * weight.nbytes).from_address(weight.data_ptr())
+        digest = hashlib.blake2b(content).digest()
         other, scales = seen.setdefault(digest, (name, module.scales))
         if not torch.equal(scales, module.scales):
             raise UnsupportedModelError(
