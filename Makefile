@@ -8,7 +8,7 @@ MODEL ?= gemma3_270m
 BUNDLES ?= gemma3_270m=bundles/gemma3_270m gemma3_270m=bundles/gemma3_270m_balanced smollm2_135m=bundles/smollm2_135m
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint real apple peers bench-peers clean
+.PHONY: demo test lint real apple peers bench-peers scaling clean
 
 # The environment is rebuilt when a pin changes.
 $(VENV)/.installed: pyproject.toml requirements/constraints.txt requirements/models.txt
@@ -50,6 +50,10 @@ peers: $(VENV)/.installed
 # The tables of docs/peers.md: our bundles and the peers by turns. About 45 minutes on a machine that does nothing else.
 bench-peers: $(foreach bundle,$(BUNDLES),$(lastword $(subst =, ,$(bundle)))/manifest.json) $(VENV)/.installed
 	$(BIN)/python scripts/bench_peers.py $(addprefix --bundle ,$(BUNDLES))
+
+# The table of docs/export-scaling.md: what exports of random models of several sizes cost. About 20 minutes.
+scaling: $(VENV)/.installed
+	$(BIN)/python scripts/export_scaling.py
 
 clean:
 	rm -rf $(VENV) bundles

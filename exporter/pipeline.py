@@ -16,13 +16,14 @@ from exporter.cache.plain import PlainKernels
 from exporter.checkpoint import Checkpoint, open_checkpoint
 from exporter.config import ExportConfig, resolve
 from exporter.machine import release_freed_memory
-from exporter.model.decoder import Decoder, parameter_shapes
+from exporter.model.decoder import Decoder, ReadParameter, parameter_shapes
 from exporter.programs import Limits
 from exporter.progress import Progress
 from exporter.quantization import quantize
 from exporter.quantization.calibration import calibration_ids
 from exporter.quantization.matrices import Storage
 from exporter.quantization.rounding import round_weights
+from exporter.runs import Calls, Run, long_schedule, run, run_by_layers, schedule
 from exporter.spec import (
     LAYOUTS,
     STATE_DTYPES,
@@ -55,6 +56,10 @@ class Source:
         context = self.limits.max_context_length
         return state_specs(self.checkpoint.spec, self.config.cache, context, LAYOUTS[target], STATE_DTYPES.get(target))
 
+    def reader(self) -> ReadParameter:
+        """What reads the checkpoint a parameter at a time."""
+        return self.checkpoint.reader(parameter_shapes(self.checkpoint.spec))
+
 
 def open_source(config: ExportConfig) -> Source:
     """Open the checkpoint and settle every length; no tensor is read."""
@@ -83,18 +88,22 @@ def target_decoder(source: Source, target: Format, progress: Progress) -> Decode
 def program_decoder(
     source: Source, target: Format, bundle: Path, tokenizer: TokenizerSpec, progress: Progress
 ) -> Decoder:
-    """The model as the back end of `target` takes it: quantised already if that is ExecuTorch, by the text that the
-    tokenizer in `bundle` makes of the calibration chapters."""
-    decoder = target_decoder(source, target, progress)
+    """The model as the back end of `target` takes it: quantised while it is read if that is ExecuTorch, by the text
+    that the tokenizer in `bundle` makes of the calibration chapters."""
     spec = source.config.quantization
-    if target == "executorch" and spec.is_quantized:
-        with progress.step("quantise") as detail:
-            ids = None
-            if spec.is_calibrated:
-                ids = calibration_ids(bundle / "tokenizer", tokenizer, source.limits.max_context_length)
-                detail(f"calibrated on {ids.shape[1]} tokens")
-            quantize(decoder, spec, ids)
-    return decoder
+    if target != "executorch" or not spec.is_quantized:
+        return target_decoder(source, target, progress)
+    with progress.step("read and quantise") as detail:
+        ids = None
+        if spec.is_calibrated:
+            ids = calibration_ids(bundle / "tokenizer", tokenizer, source.limits.max_context_length)
+            release_freed_memory()  # a tokenizer's
+            detail(f"calibrated on {ids.shape[1]} tokens")
+        kernels = backend(target).kernels(source.config.options(target))
+        decoder = Decoder.unread(source.checkpoint.spec, source.states(target), kernels)
+        quantize(decoder, spec, ids, source.reader())
+        release_freed_memory()
+        return decoder
 
 
 def export(config: ExportConfig, out: Path, progress: Progress) -> Bundle:
@@ -146,11 +155,18 @@ def add_program(manifest: Manifest, target: Format, directory: Path, source: Sou
     """
     decoder = program_decoder(source, target, directory, manifest.tokenizer, progress)
     built = backend(target).build(decoder, source.limits, source.config.options(target), directory, progress.step)
-    release_freed_memory()
     alone = manifest.model_copy(update={"programs": (built.program,)})
     for name, text in backend(target).beside(alone).items():
         (directory / name).write_text(text, encoding="utf-8")
-    comparisons = verify_staged(Bundle(directory, alone), decoder, source, progress)
+    bundle, pieces = Bundle(directory, alone), schedule(alone)
+    calls = Calls(verify.bundle_ids(bundle, sum(pieces)), pieces)
+    release_freed_memory()
+    own = run_decoder(alone, decoder, calls, progress)
+    decoder.let_go()  # what comes now has weights of its own
+    release_freed_memory()
+    eager, original = eager_runs(alone, own, source, calls, progress)
+    release_freed_memory()
+    comparisons = verify_staged(bundle, eager, original, calls, progress)
     return manifest.model_copy(
         update={
             "programs": (*manifest.programs, built.program),
@@ -160,50 +176,46 @@ def add_program(manifest: Manifest, target: Format, directory: Path, source: Sou
     )
 
 
-Sessions = tuple[verify.Session, verify.Session]
+def run_decoder(manifest: Manifest, decoder: Decoder, calls: Calls, progress: Progress) -> Run:
+    """What the decoder that the program was made of makes of `calls`, on plain kernels. A `.pte` is its decoder,
+    roundings of activations and caches included; the other formats round while they convert, so theirs is in floats."""
+    with progress.step("run eager"):
+        caches = manifest if manifest.program.format == "executorch" else manifest.with_float_caches()
+        return run_by_layers(caches, decoder.with_kernels(PlainKernels()), calls)
 
 
-def eager_sessions(manifest: Manifest, decoder: Decoder, source: Source, progress: Progress) -> Sessions:
-    """The eager model with the weights and caches of the program, and the float one it came from: read again, or the
-    same when nothing was quantised.
-
-    A `.pte` is its eager model, roundings of activations and caches included. The other formats reduce weights while
-    they convert: their eager model has the rounded weights, and float32 caches.
-    """
-    on_floats = manifest.with_float_caches()
-    plain = decoder.with_kernels(PlainKernels())
-    if manifest.program.format == "executorch":
-        eager = verify.eager_session(manifest, plain)
+def eager_runs(manifest: Manifest, own: Run, source: Source, calls: Calls, progress: Progress) -> tuple[Run, Run]:
+    """What the eager model with the weights and caches of the program makes of `calls`, and what the float one does
+    that it came from: the one is `run_decoder`'s, the other read again where weights or caches are rounded."""
+    on_floats, program = manifest.with_float_caches(), manifest.program
+    if program.format == "executorch":
         if not manifest.is_quantized:
-            return eager, eager
-        original = read_decoder(source, on_floats.states, PlainKernels(), progress)
-        return eager, verify.eager_session(on_floats, original)
-    floating = verify.eager_session(on_floats, plain)
-    program = manifest.program
+            return own, own
+        with progress.step("read and run float eager"):
+            original = Decoder.unread(source.checkpoint.spec, on_floats.states, PlainKernels())
+            return own, run_by_layers(on_floats, original, calls, source.reader())
     if program.weights in ("float32", "float16"):
-        return floating, floating
+        return own, own
     rounded = read_decoder(source, on_floats.states, PlainKernels(), progress)
     with progress.step("round weights"):
         round_weights(rounded, Storage(program.format, program.weights, program.keep_int8))
-    return verify.eager_session(on_floats, rounded), floating
+    with progress.step("run rounded eager"):
+        return run_by_layers(on_floats, rounded, calls), own
 
 
-def verify_staged(bundle: Bundle, decoder: Decoder, source: Source, progress: Progress) -> list[Comparison]:
-    """The short form of verification: run the staged program beside the eager model, and record what that said.
+def verify_staged(bundle: Bundle, eager: Run, original: Run, calls: Calls, progress: Progress) -> list[Comparison]:
+    """The short form of verification: hold the staged program to what the eager models said, and record that.
 
     Raises:
         VerificationError: the program is not the model.
     """
     manifest = bundle.manifest
-    eager, original = eager_sessions(manifest, decoder, source, progress)
     with progress.step("verify against eager") as detail:
-        session = verify.open_session(bundle)
-        pieces = verify.schedule(manifest)
-        ids = verify.bundle_ids(bundle, sum(pieces))
-        comparisons = verify.compare_with_eager(session, eager, original, ids, pieces)
+        program = run(verify.open_session(bundle), calls)
+        comparisons = verify.compare_with_eager(program, eager, original)
         verify.judge(comparisons, manifest, verify.baseline_divergence(comparisons))
-        verify.write_reference(bundle.path / verify.REFERENCE_FILE, original, ids, pieces)
-        detail(f"{len(pieces)} calls over {sum(pieces)} tokens")
+        verify.write_reference(bundle.path / verify.REFERENCE_FILE, original, calls)
+        detail(calls.described())
     return comparisons
 
 
@@ -239,14 +251,16 @@ def verify_program(bundle: Bundle, source: Source | None, progress: Progress) ->
         effort = verify.EFFORT[manifest.program.format]
         ids = verify.bundle_ids(bundle, min(effort.tokens, manifest.max_context_length - effort.greedy))
         decoder = program_decoder(source, manifest.program.format, bundle.path, manifest.tokenizer, progress)
-        eager, original = eager_sessions(manifest, decoder, source, progress)
+        calls = Calls(ids, long_schedule(manifest, len(ids)))
+        own = run_decoder(manifest, decoder, calls, progress)
+        del decoder
+        eager, original = eager_runs(manifest, own, source, calls, progress)
         with progress.step("against eager") as detail:
-            pieces = verify.long_schedule(manifest, len(ids))
-            against_eager = verify.compare_with_eager(session, eager, original, ids, pieces)
+            against_eager = verify.compare_with_eager(run(session, calls), eager, original)
             baseline = verify.baseline_divergence(against_eager)
             comparisons += against_eager
-            detail(f"{len(pieces)} calls over {sum(pieces)} tokens")
-        del decoder, eager, original
+            detail(calls.described())
+        del own, eager, original
         with progress.step("against Transformers") as detail:
             reference = verify.TransformersReference(source.checkpoint)
             comparisons += verify.compare_with_transformers(session, reference, ids, effort, detail)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import transformers
-from transformers import AutoModelForCausalLM
 
 from exporter.checkpoint import Checkpoint
 
@@ -15,11 +13,13 @@ class TransformersReference:
     """Logits of the checkpoint by Transformers' own code, its own reading of the file and its own cache."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
+        import transformers  # a second that an export need not wait for
+
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         gguf = {"gguf_file": checkpoint.path.name} if checkpoint.kind == "gguf" else {"use_safetensors": True}
         directory = checkpoint.path.parent if checkpoint.kind == "gguf" else checkpoint.path
-        self.model = AutoModelForCausalLM.from_pretrained(
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
             str(directory), dtype=torch.float32, attn_implementation="eager", local_files_only=True, **gguf
         ).eval()
 

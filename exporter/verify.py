@@ -1,11 +1,11 @@
 """Run the program that ships and compare it with the model it came from.
 
-Letters: V vocab_size, n compared positions. The only part of the exporter that runs bundles.
+Letters: V vocab_size, n compared positions. With `exporter.runs` the only part of the exporter that runs bundles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,13 +16,13 @@ from exporter.bundle import Bundle
 from exporter.config import ExportConfig
 from exporter.english import english_ids
 from exporter.errors import BundleError, VerificationError
-from exporter.model.decoder import Decoder
 from exporter.progress import Detail
 from exporter.reference import TransformersReference
+from exporter.runs import Calls, Run, run
 from exporter.spec import EAGER, FLOAT, Comparison, Format, Manifest, SourceSpec, StateSpec
 from runtime_ref.programs import load_program
-from runtime_ref.programs.eager import EagerProgram
 from runtime_ref.session import Session
+from runtime_ref.state import State
 
 REFERENCE_FILE = "reference.safetensors"
 TOP = 64
@@ -87,97 +87,50 @@ class Differences:
         )
 
 
-def eager_session(manifest: Manifest, decoder: Decoder) -> Session:
-    """A session over the eager model, with a state of its own."""
-
-    def method(write_first: bool) -> Callable[..., torch.Tensor]:
-        return lambda input_ids, position_ids, *states: decoder(input_ids, position_ids, states, write_first)
-
-    return Session(manifest, EagerProgram(prefill=method(False), main=method(True)))
-
-
-def schedule(manifest: Manifest) -> list[int]:
-    """Chunk lengths that touch every case: a first token through main, small and full chunks, a wrap, decode."""
-    chunk, room = manifest.max_prefill_chunk, manifest.max_context_length
-    pieces = []
-    for piece in (1, 1, 2, 7, chunk, max(2, chunk // 4), *[1] * 8):
-        size = min(piece, chunk, room)
-        if size:
-            pieces.append(size)
-            room -= size
-    return pieces
-
-
-def long_schedule(manifest: Manifest, count: int) -> list[int]:
-    """`schedule`, then chunks of 61 (no divisor of any window) up to `count` tokens."""
-    pieces = schedule(manifest)
-    step = min(61, manifest.max_prefill_chunk)
-    left = count - sum(pieces)
-    return pieces + [step] * (left // step) + ([left % step] if left % step else [])
-
-
-def run(session: Session, ids: Sequence[int], pieces: Sequence[int]) -> list[torch.Tensor]:
-    """The logits ``[V]`` of every call when `ids` go through a fresh session in `pieces`."""
-    session.reset()
-    rows, start = [], 0
-    for piece in pieces:
-        rows.append(session.prefill(list(ids[start : start + piece]), piece))
-        start += piece
-    return rows
-
-
-Run = tuple[Session, list[torch.Tensor]]
-
-
 def compare(name: str, got: Run, want: Run, states: bool = True) -> Comparison:
-    """Two sessions that went through the same calls: the logits of each, and every row of state in use at the end
-    unless their `states` are in different units."""
-    differences = Differences(name, got[0].manifest.program.format)
-    for ours, theirs in zip(got[1], want[1], strict=True):
+    """Two runs of the same calls: the logits of each, and every row of state in use at the end unless their `states`
+    are in different units."""
+    differences = Differences(name, got.state.manifest.program.format)
+    for ours, theirs in zip(got.logits, want.logits, strict=True):
         differences.add(ours, theirs)
-    return differences.comparison(max_state_difference=state_difference(got[0], want[0]) if states else None)
+    return differences.comparison(max_state_difference=state_difference(got.state, want.state) if states else None)
 
 
-def compare_with_eager(
-    session: Session, eager: Session, original: Session, ids: Sequence[int], pieces: Sequence[int]
-) -> list[Comparison]:
+def compare_with_eager(program: Run, eager: Run, original: Run) -> list[Comparison]:
     """The program against the eager model it was traced from; if that one is quantised, both against the float one.
 
     Args:
-        session: the program that ships.
-        eager: the decoder it was traced from, on plain caches.
-        original: the decoder before quantisation on float32 caches; `eager` itself when nothing was quantised.
-        ids: the tokens.
-        pieces: the calls they go through.
+        program: of the program that ships.
+        eager: of the decoder it was traced from, on plain caches.
+        original: of the decoder before quantisation on float32 caches; `eager` itself when nothing was quantised.
     """
-    program, traced = (session, run(session, ids, pieces)), (eager, run(eager, ids, pieces))
-    comparisons = [compare(EAGER, program, traced)]
+    comparisons = [compare(EAGER, program, eager)]
     if original is not eager:
-        floating = (original, run(original, ids, pieces))
         # A smoothed model keeps values divided by its factors.
-        states = session.manifest.program.format != "executorch" or not session.manifest.quantization.smooth
-        comparisons += [compare(FLOAT, program, floating, states), compare(BASELINE, traced, floating, states)]
+        manifest = program.state.manifest
+        states = manifest.program.format != "executorch" or not manifest.quantization.smooth
+        comparisons += [compare(FLOAT, program, original, states), compare(BASELINE, eager, original, states)]
     return comparisons
 
 
-def state_difference(session: Session, reference: Session) -> float:
+def state_difference(state: State, reference: State) -> float:
     """The largest difference over every row of state that holds a token, integers taken for what they stand for;
     infinite when one is no number."""
     largest = 0.0
     theirs = dict(float_states(reference))
-    for spec, ours in float_states(session):
+    for spec, ours in float_states(state):
         other = theirs[spec]
-        rows = min(session.length, ours.shape[1], other.shape[1]) if spec.kind != "conv" else ours.shape[1]
+        rows = min(state.length, ours.shape[1], other.shape[1]) if spec.kind != "conv" else ours.shape[1]
         difference = (ours[:, :rows] - other[:, :rows]).abs()
         largest = max(largest, float(difference.nan_to_num(nan=torch.inf).max()))
     return min(largest, torch.finfo(torch.float32).max)  # JSON has no infinity
 
 
-def float_states(session: Session) -> Iterator[tuple[StateSpec, torch.Tensor]]:
+def float_states(state: State) -> Iterator[tuple[StateSpec, torch.Tensor]]:
     """Every state but the scales, as floats: described as it would be in a float32 cache, and its rows."""
-    tensors = {spec.name: tensor for spec, tensor in zip(session.manifest.states, session.state.tensors, strict=True)}
-    for spec in session.manifest.with_float_caches().states:
-        own = next(state for state in session.manifest.states if state.name == spec.name)
+    tensors = {spec.name: tensor for spec, tensor in zip(state.manifest.states, state.tensors, strict=True)}
+    for spec in state.manifest.with_float_caches().states:
+        own = next(one for one in state.manifest.states if one.name == spec.name)
         rows = tensors[spec.name]
         yield spec, rows if own.scales is None else rows * tensors[own.scales]
 
@@ -224,18 +177,18 @@ def compare_with_transformers(
     return comparisons
 
 
-def write_reference(path: Path, original: Session, ids: Sequence[int], pieces: Sequence[int]) -> None:
+def write_reference(path: Path, original: Run, calls: Calls) -> None:
     """Keep what the float model said, so that the file can be verified where there is no checkpoint.
 
     ``ids [N]``, ``pieces [n]`` (the calls), ``top_ids [n, 64]``, and ``logprobs [n, 65]``: of those ids, then of all
     the others together.
     """
-    logits = torch.stack(run(original, ids, pieces))
+    logits = torch.stack(original.logits)
     top_ids = logits.topk(min(TOP, logits.shape[1] - 1)).indices
     save_file(
         {
-            "ids": torch.tensor(list(ids[: sum(pieces)])),
-            "pieces": torch.tensor(list(pieces)),
+            "ids": torch.tensor(calls.ids[: sum(calls.pieces)]),
+            "pieces": torch.tensor(calls.pieces),
             "top_ids": top_ids.contiguous(),
             "logprobs": torch.stack([_summary(row, top) for row, top in zip(logits, top_ids, strict=True)]),
         },
@@ -254,7 +207,7 @@ def compare_with_recorded(session: Session, path: Path) -> Comparison:
     """Compare with what the float model said at export, as log probabilities."""
     recorded = load_file(path)
     differences = Differences(RECORDED, session.manifest.program.format)
-    rows = run(session, recorded["ids"].tolist(), recorded["pieces"].tolist())
+    rows = run(session, Calls(recorded["ids"].tolist(), recorded["pieces"].tolist())).logits
     for logits, top_ids, logprobs in zip(rows, recorded["top_ids"], recorded["logprobs"], strict=True):
         differences.add(_summary(logits, top_ids), logprobs)
     return differences.comparison()

@@ -117,21 +117,16 @@ class Checkpoint(ABC):
         hashes = {path.name: sha256_file(path) for path in self.files}
         return SourceSpec(kind=self.kind, name=self.name, license=self.license, files=hashes)
 
-    def load_state_dict(
-        self, expected: Mapping[str, tuple[int, ...]], progress: Progress | None = None
-    ) -> dict[str, torch.Tensor]:
-        """Read the model, one tensor at a time.
+    def reader(self, expected: Mapping[str, tuple[int, ...]]) -> Callable[[str], torch.Tensor]:
+        """What reads a parameter from the file each time it is called, by its canonical name, as a contiguous float32
+        tensor: the float model need not be in memory at once.
 
         Args:
             expected: the decoder's parameters, canonical name -> shape (docs/parameters.md).
-            progress: called with (tensors done, tensors in all) after each.
-
-        Returns:
-            canonical name -> contiguous float32 tensor, in the order of `expected`.
 
         Raises:
-            CheckpointError: before anything is read, when stored and expected tensors do not match; later only when
-                a tied model carries a head unlike its embedding.
+            CheckpointError: stored and expected tensors do not match. The reader itself raises it only when the
+                embedding of a tied model that carries a head is unlike that head.
         """
         stored = self._stored()
         extra_head = None
@@ -140,24 +135,36 @@ class Checkpoint(ABC):
             stored = [tensor for tensor in stored if tensor not in heads]
             extra_head = heads[0] if heads else None
         found = plan(self.name, stored, expected)
-        result: dict[str, torch.Tensor] = {}
-        for done, name in enumerate(expected, start=1):
+
+        def read(name: str) -> torch.Tensor:
             tensor = self._read(found[name])
             target = found[name].target
             assert target is not None
             if target.transform is not None:
                 tensor = target.transform(tensor)
             assert tensor.dtype == torch.float32 and tuple(tensor.shape) == tuple(expected[name])
-            result[name] = tensor.contiguous()
+            if name == EMBEDDING and extra_head is not None and not self._same(extra_head, tensor):
+                raise CheckpointError(
+                    f"checkpoint {self.name}",
+                    got=f"tied embeddings and a tensor {extra_head.key} that differs from the embedding",
+                    expected="no head of its own, or one equal to the embedding",
+                    repair='Say "tie_word_embeddings": false in config.json if the head is meant.',
+                )
+            return tensor.contiguous()
+
+        return read
+
+    def load_state_dict(
+        self, expected: Mapping[str, tuple[int, ...]], progress: Progress | None = None
+    ) -> dict[str, torch.Tensor]:
+        """The whole model, in the order of `expected`; `progress` is called with (tensors done, tensors in all) after
+        each. Raises as `reader`, before anything is read but for a tied model's head."""
+        read = self.reader(expected)
+        result: dict[str, torch.Tensor] = {}
+        for done, name in enumerate(expected, start=1):
+            result[name] = read(name)
             if progress is not None:
                 progress(done, len(expected))
-        if extra_head is not None and not self._same(extra_head, result[EMBEDDING]):
-            raise CheckpointError(
-                f"checkpoint {self.name}",
-                got=f"tied embeddings and a tensor {extra_head.key} that differs from the embedding",
-                expected="no head of its own, or one equal to the embedding",
-                repair='Say "tie_word_embeddings": false in config.json if the head is meant.',
-            )
         return result
 
     def _same(self, head: StoredTensor, embedding: torch.Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ from exporter.checkpoint.base import Checkpoint, StoredTensor
 from exporter.checkpoint.gguf_header import GGUFTensor, read_header
 from exporter.errors import CheckpointError
 from exporter.families import from_gguf
+
+WEIGHTS_AT_A_TIME = 2**22
 
 
 class GGUFCheckpoint(Checkpoint):
@@ -44,13 +47,26 @@ class GGUFCheckpoint(Checkpoint):
         return self._dequantize(self._tensors[tensor.key])
 
     def _dequantize(self, tensor: GGUFTensor) -> torch.Tensor:
-        raw = np.fromfile(self.path, np.uint8, tensor.num_bytes, offset=tensor.offset)
+        """Rows by rows: the gguf package needs the result's size again for itself."""
+        *outer, row_size = tensor.shape
+        values = torch.empty(math.prod(outer), row_size)
+        row_bytes, step = tensor.num_bytes // len(values), max(1, WEIGHTS_AT_A_TIME // row_size)
+        for start in range(0, len(values), step):
+            rows = values[start : start + step]
+            raw = np.fromfile(
+                self.path, np.uint8, row_bytes * len(rows), offset=tensor.offset + start * row_bytes
+            ).reshape(len(rows), row_bytes)
+            rows.copy_(torch.from_numpy(self._floats(raw, tensor)))
+        return values.view(tensor.shape)
+
+    def _floats(self, raw: np.ndarray, tensor: GGUFTensor) -> np.ndarray:
+        """Bytes of some rows of `tensor`, uint8 ``[n, bytes a row]``, to float32 ``[n, row size]``."""
         if tensor.type == GGMLQuantizationType.F32:
-            return torch.from_numpy(raw.view(np.float32).reshape(tensor.shape))
+            return raw.view(np.float32)
         if tensor.type == GGMLQuantizationType.F16:
-            return torch.from_numpy(raw.view(np.float16).astype(np.float32).reshape(tensor.shape))
+            return raw.view(np.float16).astype(np.float32)
         try:
-            values = dequantize(raw.reshape(*tensor.shape[:-1], -1), tensor.type)
+            return dequantize(raw, tensor.type)
         except NotImplementedError as error:
             raise CheckpointError(
                 f"checkpoint {self.path.name}",
@@ -58,4 +74,3 @@ class GGUFCheckpoint(Checkpoint):
                 expected="a type that the gguf package can dequantise",
                 repair="Take another quantisation of the model, for example Q8_0 or Q4_K_M.",
             ) from error
-        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32).reshape(tensor.shape))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from exporter.families import from_hf
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS_AT_A_TIME = 2**25
 _DTYPES = ("F32", "F16", "BF16")
 
 
@@ -154,6 +156,10 @@ class SafetensorsCheckpoint(Checkpoint):
         return stored
 
     def _read(self, tensor: StoredTensor) -> torch.Tensor:
-        with _opened(self.path / tensor.file) as weights:
-            # A clone: the file's pages must not stay mapped under the model.
-            return weights.get_tensor(tensor.key).to(torch.float32, copy=True)
+        """The file's pages count as memory while it is open, so it is opened again for every few rows."""
+        whole = torch.empty(tensor.shape)
+        rows = max(1, WEIGHTS_AT_A_TIME // max(1, math.prod(tensor.shape[1:])))
+        for start in range(0, len(whole), rows):
+            with _opened(self.path / tensor.file) as weights:
+                whole[start : start + rows] = weights.get_slice(tensor.key)[start : start + rows]
+        return whole

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import operator as arithmetic
 from collections.abc import Callable, Iterable
 from importlib.metadata import version
@@ -42,7 +43,7 @@ _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def check_lowered(
-    data: bytes,
+    data: bytes | mmap.mmap,
     contracts: Iterable[ProgramContract],
     allowed_operators: frozenset[str],
     limits: FileLimits = DEFAULT_LIMITS,
@@ -157,7 +158,7 @@ def no_whole_state_copy(flow: Flow, contract: ProgramContract) -> CheckResult:
     return contract.result("no_whole_state_copy", problems, f"none of {copies} copies touches a state")
 
 
-def finite_constants(data: bytes, file: PteFile, plan: Plan, contract: ProgramContract) -> CheckResult:
+def finite_constants(data: bytes | mmap.mmap, file: PteFile, plan: Plan, contract: ProgramContract) -> CheckResult:
     """No infinity or NaN among the numbers and floating-point constants of the plan."""
     problems, numbers, tensors = [], 0, 0
     for index, value in enumerate(plan.values):
@@ -254,7 +255,7 @@ def planned_bytes(plan: Plan, contract: ProgramContract) -> CheckResult:
     return contract.result("planned_bytes", problems, evidence)
 
 
-def weights_stored_once(data: bytes, file: PteFile, limits: FileLimits) -> CheckResult:
+def weights_stored_once(data: bytes | mmap.mmap, file: PteFile, limits: FileLimits) -> CheckResult:
     """Repeated bytes stay below a small share of the unique ones: a tied matrix is in the file once."""
     stored = stored_weights(data, file)
     evidence = (

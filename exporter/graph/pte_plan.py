@@ -27,6 +27,7 @@ _SCALAR_BYTES = {
 
 # XNNPACK's payload: a header with the magic at byte 4 and the flatbuffer's offset at byte 10. Of the graph's table
 # these are the vectors of its nodes and of its external inputs.
+HEADER_BYTES = 64  # of a `.pte`, its extended header among them; ExecuTorch's reader copies what it is given
 _XNNPACK_MAGIC, _XNNPACK_NODES, _XNNPACK_INPUTS = b"XH00", 6, 12
 
 
@@ -126,7 +127,7 @@ def read_pte(data: bytes | mmap.mmap) -> PteFile:
         GraphContractError: `data` is no ExecuTorch program with segments, is damaged, or has a method that is not one
             straight line.
     """
-    header = _get_extended_header(data)
+    header = _get_extended_header(data[:HEADER_BYTES])
     if header is None or data[4:6] != b"ET":
         raise GraphContractError(
             "pte reader",

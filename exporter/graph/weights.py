@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +24,7 @@ class StoredWeights:
         return self.duplicate_bytes / self.unique_bytes if self.unique_bytes else 0.0
 
 
-def stored_weights(data: bytes, file: PteFile) -> StoredWeights:
+def stored_weights(data: bytes | mmap.mmap, file: PteFile) -> StoredWeights:
     """Hash every blob of the file. Two references to one place count once: segments may share bytes of the file."""
     places: dict[int, Blob] = {}
     for blob in file.blobs():

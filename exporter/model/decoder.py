@@ -6,7 +6,8 @@ Letters: Q query_len, S seq_len, V vocab_size, D hidden_size. `offset` = S - Q.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -19,6 +20,14 @@ from exporter.model.moe import MoE
 from exporter.model.norms import RMSNorm
 from exporter.model.rope import RotaryTable
 from exporter.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, StateSpec
+
+ReadParameter = Callable[[str], torch.Tensor]
+"""A parameter's name to its float32 values; called again, it reads again."""
+
+
+def all_read(name: str) -> torch.Tensor:
+    """The `ReadParameter` of a decoder that has all its parameters."""
+    raise AssertionError(f"{name} has no values and nothing to read them from")
 
 
 class DecoderLayer(torch.nn.Module):
@@ -150,14 +159,51 @@ class Decoder(torch.nn.Module):
         state_dict: Mapping[str, torch.Tensor],
     ) -> Decoder:
         """A decoder over the tensors of `state_dict` themselves (`parameter_shapes` names them); nothing is copied."""
-        with torch.device("meta"):
-            decoder = cls(spec, states, kernels)
+        decoder = cls.unread(spec, states, kernels)
         missing, unexpected = decoder.load_state_dict(state_dict, strict=False, assign=True)
         tied = {"lm_head.weight"} if spec.tie_word_embeddings else set()
         assert set(missing) <= tied and not unexpected, f"missing {missing}, unexpected {unexpected}"
         if spec.tie_word_embeddings:
             decoder.lm_head.weight = decoder.embed_tokens.weight
+        return decoder
+
+    @classmethod
+    def unread(cls, spec: ModelSpec, states: Sequence[StateSpec], kernels: CacheKernels | None) -> Decoder:
+        """A decoder without weights, for whoever needs a part of them at a time (`read_part`, `reading`)."""
+        with torch.device("meta"):
+            decoder = cls(spec, states, kernels)
         return decoder.requires_grad_(False).eval()
+
+    def read_part(self, part: str, read: ReadParameter) -> None:
+        """Give every parameter of submodule `part` that has no values yet those that `read` returns for its name. A
+        tied head is the embedding's own parameter."""
+        if part == "lm_head" and self.spec.tie_word_embeddings:
+            self.read_part("embed_tokens", read)
+            return
+        module = self.get_submodule(part)
+        missing = [name for name, parameter in module.named_parameters() if parameter.is_meta]
+        module.load_state_dict({name: read(f"{part}.{name}") for name in missing}, strict=False, assign=True)
+        if part == "embed_tokens" and missing and self.spec.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    @contextmanager
+    def reading(self, part: str, read: ReadParameter) -> Iterator[None]:
+        """`read_part` for as long as it is needed: what had no values before has none afterwards."""
+        before = dict(self.named_parameters(remove_duplicate=False))
+        self.read_part(part, read)
+        try:
+            yield
+        finally:
+            for name, parameter in before.items():
+                owner, _, own_name = name.rpartition(".")
+                setattr(self.get_submodule(owner), own_name, parameter)
+
+    def let_go(self) -> None:
+        """Free the weights, whoever still refers to them: torch keeps graphs of what was traced."""
+        for tensor in (*self.parameters(), *self.buffers()):
+            storage = tensor.untyped_storage()
+            if storage.resizable():
+                storage.resize_(0)
 
     def with_kernels(self, kernels: CacheKernels) -> Decoder:
         """The same parameters over another cache implementation."""

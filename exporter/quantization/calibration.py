@@ -6,6 +6,7 @@ Letters: T tokens, D hidden_size, K input channels of a linear.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data import topics
@@ -16,7 +17,7 @@ from tokenizers import Tokenizer
 from exporter.cache.plain import PlainKernels
 from exporter.english import english_text
 from exporter.model.attention import Attention
-from exporter.model.decoder import Decoder, DecoderLayer
+from exporter.model.decoder import Decoder, DecoderLayer, ReadParameter, all_read
 from exporter.model.mlp import MLP
 from exporter.spec import TokenizerSpec
 
@@ -101,26 +102,44 @@ def sites(layer: DecoderLayer) -> dict[str, tuple[str, ...]]:
 HEAD = "lm_head"
 
 
+@contextmanager
+def over_plain_kernels(layer: DecoderLayer) -> Iterator[None]:
+    """`layer` over plain aten for a while: a back end's kernels need states of its own."""
+    if not isinstance(layer.mixer, Attention):
+        yield
+        return
+    own, layer.mixer.kernels = layer.mixer.kernels, PlainKernels()
+    try:
+        yield
+    finally:
+        layer.mixer.kernels = own
+
+
 @torch.no_grad()
 def observe(
-    decoder: Decoder, ids: torch.Tensor, wants_moments: Callable[[str], bool]
+    decoder: Decoder, ids: torch.Tensor, wants_moments: Callable[[str], bool], read: ReadParameter = all_read
 ) -> Iterator[tuple[int | None, dict[str, Inputs]]]:
     """Run the float `decoder` layer by layer, and give each layer's number and inputs once it is done with it; at last
     None and the head's.
 
     Whoever takes them may change the layer: the next one is fed what the float layer said. One layer's inputs and
-    states are held at a time, beside the hidden states of all tokens.
+    states are held at a time, beside the hidden states of all tokens; of an unread decoder each part is read when
+    its turn comes.
 
     Args:
-        decoder: read, and run over plain kernels.
+        decoder: run over plain kernels.
         ids: int64 ``[1, T]``.
         wants_moments: of the name of a site, such as ``layers.0.mixer.q_proj`` or ``lm_head``.
+        read: gives the parameters of an unread decoder.
     """
     total = ids.shape[1]
-    twin = decoder.with_kernels(PlainKernels())
     chunks = [(start, min(start + CHUNK, total)) for start in range(0, total, CHUNK)]
-    hidden = torch.cat([twin.embed(ids[:, start:end]) for start, end in chunks], 1)
-    for n, layer in enumerate(twin.layers):
+    if decoder.spec.tie_word_embeddings:  # the table is the head's too, which comes last
+        decoder.read_part("embed_tokens", read)
+    with decoder.reading("embed_tokens", read):
+        hidden = torch.cat([decoder.embed(ids[:, start:end]) for start, end in chunks], 1)
+    for n, layer in enumerate(decoder.layers):
+        decoder.read_part(f"layers.{n}", read)
         found = {}
         hooks = []
         for name in sites(layer):
@@ -132,20 +151,23 @@ def observe(
                 inputs.see(arguments[0], total)
 
             hooks.append(linear.register_forward_pre_hook(see))
-        specs = [twin.states[i] for i, _ in twin.layer_states[n]]
+        specs = [decoder.states[i] for i, _ in decoder.layer_states[n]]
         own = [
             torch.zeros((1, total if s.kind == "full" else s.rows, *s.row_shape), dtype=getattr(torch, s.dtype))
             for s in specs
         ]
-        for start, end in chunks:
-            turns = twin.turns(end - start, start)
-            hidden[:, start:end] = twin.apply_layer(
-                n, hidden[:, start:end], turns, own, offset=start, write_first=False
-            )
+        with over_plain_kernels(layer):
+            for start, end in chunks:
+                turns = decoder.turns(end - start, start)
+                hidden[:, start:end] = decoder.apply_layer(
+                    n, hidden[:, start:end], turns, own, offset=start, write_first=False
+                )
         for hook in hooks:
             hook.remove()
         yield n, found
+    for part in ("norm", HEAD):
+        decoder.read_part(part, read)
     head = Inputs.none_yet(hidden.shape[-1], wants_moments(HEAD))
     for start, end in chunks:
-        head.see(twin.norm(hidden[:, start:end]), total)
+        head.see(decoder.norm(hidden[:, start:end]), total)
     yield None, {HEAD: head}

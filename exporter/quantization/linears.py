@@ -20,12 +20,13 @@ Int4 = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """float32 ``[N, K]`` to int8 codes ``[N, K]`` and float32 scales ``[N, g]``."""
 
 
-def linear_names(decoder: Decoder) -> list[str]:
-    """All that are quantised: routers of experts are not, and experts' stacked weights are no linears."""
+def linear_names(decoder: Decoder, prefix: str = "layers.") -> list[str]:
+    """All that are quantised of those whose names begin so: routers of experts are not, and experts' stacked weights
+    are no linears."""
     return [
         name
         for name, module in decoder.named_modules()
-        if isinstance(module, torch.nn.Linear) and name.startswith("layers.") and not name.endswith("router")
+        if isinstance(module, torch.nn.Linear) and name.startswith(prefix) and not name.endswith("router")
     ]
 
 

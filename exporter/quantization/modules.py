@@ -9,7 +9,8 @@ lowering, and eager runs the same operators as the exported program.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch.ao.quantization.fx import _decomposed  # noqa: F401  registers quantized_decomposed::*
@@ -36,6 +37,7 @@ class QuantizedLinear(torch.nn.Module):
         """weight int8 ``[N, K]``; scales float32 ``[N]``, or ``[N, g]`` with `group_size` given (4-bit codes)."""
         super().__init__()
         self.group_size = group_size
+        self.floats: torch.Tensor | None = None
         self.register_buffer("weight", weight)
         self.register_buffer("scales", scales)
         self.register_buffer("zero_points", torch.zeros(scales.shape, dtype=torch.int64))
@@ -59,12 +61,27 @@ class QuantizedLinear(torch.nn.Module):
         scale, zero_point = QD.choose_qparams_per_token_asymmetric(x, torch.int8)
         quantized = QD.quantize_per_token(x, scale, zero_point, -128, 127, torch.int8)
         rounded = QD.dequantize_per_token(quantized, scale, zero_point, -128, 127, torch.int8, torch.float32)
+        if self.floats is not None:
+            return F.linear(rounded, self.floats, self.bias)
         rows = max(1, WEIGHTS_AT_A_TIME // self.weight.shape[1])
         if torch.compiler.is_exporting() or len(self.weight) <= rows:
             return F.linear(rounded, self.dequantized(), self.bias)
         parts = zip(*(part.split(rows) for part in (self.weight, self.scales, self.zero_points)), strict=True)
         outputs = torch.cat([F.linear(rounded, self._dequantize(*part)) for part in parts], -1)
         return outputs if self.bias is None else outputs + self.bias
+
+
+@contextmanager
+def floats_held(module: torch.nn.Module) -> Iterator[None]:
+    """Inside, the quantised linears of `module` dequantise their weights once and not in every call."""
+    linears = [one for one in module.modules() if isinstance(one, QuantizedLinear)]
+    for linear in linears:
+        linear.floats = linear.dequantized()
+    try:
+        yield
+    finally:
+        for linear in linears:
+            linear.floats = None
 
 
 class SplitLinear(torch.nn.Module):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from exporter.model.decoder import Decoder
+from exporter.model.decoder import Decoder, ReadParameter, all_read
 from exporter.quantization import grids
 from exporter.quantization.linears import Int4, check_group
 from exporter.quantization.modules import (
@@ -22,24 +22,31 @@ from exporter.quantization.modules import (
 )
 from exporter.spec import QuantizationSpec
 
+HEAD = "lm_head"
 RESIDUAL_MAX = 7
 ROWS_AT_A_TIME = 8192
 
 
-def quantize_tables(decoder: Decoder, spec: QuantizationSpec, int4: Int4) -> None:
-    """Replace embedding and head as `spec` says, in place. `int4` rounds rows of the head to 4 bits."""
-    head, scaled = decoder.lm_head, decoder.embed_tokens
-    embedding = scaled.table if isinstance(scaled, ScaledEmbedding) else scaled
-    assert isinstance(embedding, torch.nn.Embedding) and isinstance(head, torch.nn.Linear)
+def quantize_tables(decoder: Decoder, spec: QuantizationSpec, int4: Int4, read: ReadParameter = all_read) -> None:
+    """Replace embedding and head as `spec` says, in place. `int4` rounds rows of the head to 4 bits; of an unread
+    decoder the embedding is read when the head's floats are gone, unless they are the same."""
+    decoder.read_part(HEAD, read)
+    head = decoder.lm_head
+    assert isinstance(head, torch.nn.Linear)
     parts = _head_parts(head.weight.detach(), spec, int4)
+    shared = None
     if decoder.spec.tie_word_embeddings and parts and spec.embedding != "none":
         with_residual = spec.embedding == "int8"
-        table = _embedding_of(parts, head.weight.detach() if with_residual else None)
-    else:
-        table = _own_embedding(embedding, spec)
-    decoder.embed_tokens = ScaledEmbedding(table, scaled.factors) if isinstance(scaled, ScaledEmbedding) else table
+        shared = _embedding_of(parts, head.weight.detach() if with_residual else None)
+    del head
     if parts:
         decoder.lm_head = parts[0] if len(parts) == 1 else SplitLinear(*parts)
+    decoder.read_part("embed_tokens", read)
+    scaled = decoder.embed_tokens
+    embedding = scaled.table if isinstance(scaled, ScaledEmbedding) else scaled
+    assert isinstance(embedding, torch.nn.Embedding)
+    table = _own_embedding(embedding, spec) if shared is None else shared
+    decoder.embed_tokens = ScaledEmbedding(table, scaled.factors) if isinstance(scaled, ScaledEmbedding) else table
 
 
 def check_tables(decoder: Decoder, spec: QuantizationSpec) -> None:

@@ -10,7 +10,7 @@ import torch
 from conftest import CHUNK, CONTEXT, WINDOW
 
 import runtime_ref
-from exporter import pipeline, verify
+from exporter import pipeline, runs, verify
 from exporter.bundle import read_bundle
 from exporter.cache.plain import PlainKernels
 from exporter.config import load_config
@@ -32,7 +32,7 @@ def ids_of(count: int) -> list[int]:
 
 def eager_over(manifest: Manifest, bundle: Path) -> Session:
     source = pipeline.open_source(load_config(bundle.with_suffix(".yaml")))
-    return verify.eager_session(
+    return runs.eager_session(
         manifest, pipeline.read_decoder(source, manifest.states, PlainKernels(), Progress.silent())
     )
 
@@ -88,7 +88,8 @@ def test_the_program_is_its_eager_model_up_to_borderline_roundings(int8_cache_bu
     session, eager = runtime_ref.load(int8_cache_bundle), eager_over(manifest, int8_cache_bundle)
     original = eager_over(manifest.with_float_caches(), int8_cache_bundle)
     assert sum(PIECES) == CONTEXT
-    ours, floats, baseline = verify.compare_with_eager(session, eager, original, ids_of(CONTEXT), PIECES)
+    runs = (runs.run(one, runs.Calls(ids_of(CONTEXT), PIECES)) for one in (session, eager, original))
+    ours, floats, baseline = verify.compare_with_eager(*runs)
     print(ours, floats, baseline)
     assert 0 < baseline.mean_kl_divergence < 1e-4
     assert ours.mean_kl_divergence < 0.2 * baseline.mean_kl_divergence

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPar
 from tiny_models import GLOBAL, SLIDING, decoder_of, model, states_of
 from torch.export import Dim, export
 
-from exporter.backends.executorch import lower
+from exporter.backends.executorch import frugal, lower
 from exporter.backends.executorch.inputs import quantized_inputs_shared
 from exporter.backends.executorch.means import means_as_products
 from exporter.backends.executorch.passes import (
@@ -136,6 +137,46 @@ def test_leaving_passes_out_changes_no_byte(
     monkeypatch.setattr(module, "needed_passes_only", contextlib.nullcontext)
     monkeypatch.setattr(module, "WholeOperators", XnnpackPartitioner)
     assert data() == few
+
+
+@pytest.mark.parametrize("linear", ["none", "int8"])
+def test_sharing_weights_changes_no_byte(linear: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every tensor of more than 256 bytes shared and put on disk, and none."""
+    decoder = decoder_of(model(SLIDING, GLOBAL), kernels="executorch", context=64)
+    quantize(decoder, QuantizationSpec(linear=linear))
+
+    def data() -> bytes:
+        lower({method: trace(decoder, method, LIMITS) for method in METHODS}, tmp_path / "model.pte")
+        return (tmp_path / "model.pte").read_bytes()
+
+    monkeypatch.setattr(frugal, "MIN_BYTES", 256)
+    written: list[str] = []
+    original = frugal.StoreOnDisk.add_named_data
+
+    def counted(self: frugal.StoreOnDisk, *arguments: Any, **options: Any) -> None:
+        original(self, *arguments, **options)
+        written.extend(path.name for path in self.folder.iterdir())
+
+    monkeypatch.setattr(frugal.StoreOnDisk, "add_named_data", counted)
+    shared = data()
+    assert len(set(written)) > 10, "weights went to disk"
+    monkeypatch.setattr(frugal, "MIN_BYTES", 2**40)
+    assert data() == shared
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pte"]
+
+
+def test_a_copy_shares_memory_inside_only(tmp_path: Path) -> None:
+    large, small = torch.zeros(frugal.MIN_BYTES, dtype=torch.int8), torch.zeros(2)
+    weight = torch.nn.Parameter(torch.zeros(frugal.MIN_BYTES), requires_grad=False)
+
+    def shared() -> list[bool]:
+        copies = copy.deepcopy([large, weight, small])
+        assert [type(one) for one in copies] == [torch.Tensor, torch.nn.Parameter, torch.Tensor]
+        return [a.data_ptr() == b.data_ptr() for a, b in zip(copies, (large, weight, small), strict=True)]
+
+    with frugal.weights_held_once(tmp_path):
+        assert shared() == [True, True, False]
+    assert shared() == [False] * 3
 
 
 def test_a_pass_whose_operator_is_there_is_kept() -> None:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import CONFIGS, at, decoder_logits, tiny_model
 
-from exporter.checkpoint import SafetensorsCheckpoint, open_checkpoint
+from exporter.checkpoint import SafetensorsCheckpoint, open_checkpoint, safetensors
 from exporter.checkpoint.source import sha256_file
 from exporter.errors import CheckpointError, UnsupportedModelError
 from exporter.model.decoder import parameter_shapes
@@ -28,6 +28,16 @@ def saved(tmp_path: Path, model_type: str = "llama", **changes: Any) -> tuple[Pa
 def load(path: Path) -> dict[str, torch.Tensor]:
     checkpoint = open_checkpoint(at(path))
     return checkpoint.load_state_dict(parameter_shapes(checkpoint.spec))
+
+
+def test_reading_a_few_rows_at_a_time_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From bfloat16, as most checkpoints are: 97 rows of 64 five at a time, and vectors."""
+    path, model = saved(tmp_path)
+    model.bfloat16().save_pretrained(path)
+    monkeypatch.setattr(safetensors, "WEIGHTS_AT_A_TIME", 5 * 64)
+    weights = load(path)
+    assert torch.equal(weights["embed_tokens.weight"], model.state_dict()["model.embed_tokens.weight"].float())
+    assert torch.equal(weights["norm.weight"], model.state_dict()["model.norm.weight"].float())
 
 
 def rewrite(path: Path, change: dict[str, torch.Tensor | None]) -> None:

@@ -27,7 +27,7 @@ from tiny_models import (
 )
 from toy import toy_manifest
 
-from exporter import verify
+from exporter import runs, verify
 from exporter.cache.storage import quantize_rows
 from exporter.config import CheckpointConfig, ExportConfig
 from exporter.errors import BundleError, VerificationError
@@ -133,7 +133,7 @@ def session_of(spec: ModelSpec = MIXED, dtype: CacheDType = "int8", slack: int =
         .model_copy(update={"model": spec, "cache": policy})
         .with_states(state_specs(spec, policy, CONTEXT))
     )
-    return verify.eager_session(manifest, decoder_of(spec, slack=slack, initial_rows=4, dtype=dtype))
+    return runs.eager_session(manifest, decoder_of(spec, slack=slack, initial_rows=4, dtype=dtype))
 
 
 def test_a_session_grows_rewinds_forks_and_comes_back_from_a_file(tmp_path: Path) -> None:
@@ -165,12 +165,12 @@ def test_states_are_compared_as_what_they_stand_for() -> None:
     first, second, floats = session_of(), session_of(), session_of(dtype="float32")
     for session in (first, second, floats):
         session.prefill(ids, 10)
-    assert verify.state_difference(first, second) == 0.0
+    assert verify.state_difference(first.state, second.state) == 0.0
     scale = float(second.state.tensors[1][0, 4, 1, 0])
     second.state.tensors[0][0, 4, 1, 3] -= 3
-    assert verify.state_difference(first, second) == pytest.approx(3 * scale, rel=1e-5)
+    assert verify.state_difference(first.state, second.state) == pytest.approx(3 * scale, rel=1e-5)
     steps = max(float(first.state.tensors[i].max()) for i in (1, 3, 5, 7))
-    assert 0 < verify.state_difference(first, floats) < 4 * steps
+    assert 0 < verify.state_difference(first.state, floats.state) < 4 * steps
 
 
 def test_a_manifest_over_float_caches_is_the_same_model() -> None:

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
-from executorch.exir.lowered_backend_module import LoweredBackendModule
 from executorch.exir.passes import MemoryPlanningPass, ToOutVarPass
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassResult
 
+from exporter.backends.executorch.frugal import weights_held_once
 from exporter.backends.executorch.inputs import quantized_inputs_shared
 from exporter.backends.executorch.means import means_as_products
 from exporter.backends.executorch.passes import WholeOperators, needed_passes_only
@@ -126,7 +126,10 @@ def lower(programs: Mapping[Method, ExportedProgram], path: Path) -> None:
     `programs` are changed on the way."""
     for program in programs.values():
         means_as_products(program)
-    with quantized_inputs_shared(), needed_passes_only():
+    with (
+        tempfile.TemporaryDirectory(dir=path.parent) as folder, quantized_inputs_shared(), needed_passes_only(),
+        weights_held_once(Path(folder)),
+    ):  # fmt: skip
         edge = to_edge_transform_and_lower(
             dict(programs),
             partitioner={name: [WholeOperators()] for name in programs},
@@ -137,18 +140,11 @@ def lower(programs: Mapping[Method, ExportedProgram], path: Path) -> None:
             memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False),
         )
         done = edge.to_executorch(config)
-    lowered = [module for name in edge.methods for module in edge.exported_program(name).graph_module.modules()]
-    del edge
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        del edge
         repeating = Path(folder) / path.name
         with repeating.open("wb") as file:
             done.write_to_file(file)
         del done
-        # Something keeps the graphs alive, so the weights that their delegates brought along are let go by name.
-        for module in lowered:
-            if isinstance(module, LoweredBackendModule) and module.named_data_store_output is not None:
-                module.named_data_store_output.buffers.clear()
-        del lowered
         _forget_shapes(programs)
         release_freed_memory()
         share_equal_bytes(repeating, path)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import mmap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -57,10 +59,10 @@ def build(decoder: Decoder, limits: Limits, options: ExecutorchOptions, director
         detail(f"{path.stat().st_size / 1e6:.0f} MB")
     with step("check lowered program") as detail:
         runtime, operators = runtime_registry()
-        data = path.read_bytes()
-        lowered = check_lowered(data, contracts, operators)
-        refuse_failed(lowered)
-        file = read_pte(data)
+        with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            lowered = check_lowered(data, contracts, operators)
+            refuse_failed(lowered)
+            file = read_pte(data)
         outside = sorted({name for plan in file.plans.values() for name in plan.operators_called()})
         detail(f"{len(lowered)} checks passed")
     program = ProgramSpec(
@@ -87,7 +89,10 @@ def check_codes(decoder: Decoder) -> None:
     for name, module in decoder.named_modules():
         if not isinstance(module, QuantizedLinear) or not module.weight.any():
             continue
-        digest = hashlib.blake2b(module.weight.numpy().tobytes()).digest()
+        # Not by numpy: what it has looked at cannot be freed by name any more (`Decoder.let_go`).
+        weight = module.weight.contiguous()
+        content = (ctypes.c_char * weight.nbytes).from_address(weight.data_ptr())
+        digest = hashlib.blake2b(content).digest()
         other, scales = seen.setdefault(digest, (name, module.scales))
         if not torch.equal(scales, module.scales):
             raise UnsupportedModelError(

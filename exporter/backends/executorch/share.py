@@ -17,7 +17,7 @@ from executorch.exir._serialize import _program as pte
 from executorch.exir._serialize._flatbuffer_program import _flatbuffer_to_program, _program_to_flatbuffer
 from executorch.exir._serialize.padding import aligned_size, pad_to
 
-from exporter.graph.pte_plan import read_pte
+from exporter.graph.pte_plan import HEADER_BYTES, read_pte
 
 SEGMENT_ALIGNMENT = 128
 MIN_BYTES = 4096  # smaller blobs are not worth an unaligned segment
@@ -28,7 +28,7 @@ def share_equal_bytes(source: Path, target: Path) -> None:
     """Write to `target` the program in `source` with every named blob that repeats a constant tensor's bytes pointed at
     that tensor."""
     with source.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        header = pte._get_extended_header(data)
+        header = pte._get_extended_header(data[:HEADER_BYTES])
         assert header is not None, "a lowered program carries its constants in segments"
         program = _flatbuffer_to_program(data[: header.program_size])
         base = header.segment_base_offset

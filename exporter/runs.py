@@ -1,0 +1,96 @@
+"""Models at work on the calls that verification makes: a session's program, or an eager model layer by layer.
+
+Letters: V vocab_size. What the runs said is compared in `exporter.verify`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from exporter.model.decoder import Decoder, ReadParameter, all_read
+from exporter.quantization.modules import floats_held
+from exporter.spec import Manifest
+from runtime_ref.programs.eager import EagerProgram
+from runtime_ref.session import Session
+from runtime_ref.state import State
+
+
+class Calls(NamedTuple):
+    """Tokens, and how many of them each call takes; those that no call takes are left out."""
+
+    ids: list[int]
+    pieces: list[int]
+
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """First and past-the-last position of every call."""
+        ends = list(accumulate(self.pieces))
+        return zip([0, *ends], ends, strict=False)
+
+    def described(self) -> str:
+        return f"{len(self.pieces)} calls over {sum(self.pieces)} tokens"
+
+
+def eager_session(manifest: Manifest, decoder: Decoder) -> Session:
+    """A session over the eager model, with a state of its own."""
+
+    def method(write_first: bool) -> Callable[..., torch.Tensor]:
+        return lambda input_ids, position_ids, *states: decoder(input_ids, position_ids, states, write_first)
+
+    return Session(manifest, EagerProgram(prefill=method(False), main=method(True)))
+
+
+def schedule(manifest: Manifest) -> list[int]:
+    """Chunk lengths that touch every case: a first token through main, small and full chunks, a wrap, decode."""
+    chunk, room = manifest.max_prefill_chunk, manifest.max_context_length
+    pieces = []
+    for piece in (1, 1, 2, 7, chunk, max(2, chunk // 4), *[1] * 8):
+        size = min(piece, chunk, room)
+        if size:
+            pieces.append(size)
+            room -= size
+    return pieces
+
+
+def long_schedule(manifest: Manifest, count: int) -> list[int]:
+    """`schedule`, then chunks of 61 (no divisor of any window) up to `count` tokens."""
+    pieces = schedule(manifest)
+    step = min(61, manifest.max_prefill_chunk)
+    left = count - sum(pieces)
+    return pieces + [step] * (left // step) + ([left % step] if left % step else [])
+
+
+class Run(NamedTuple):
+    """What a model made of some calls: its state after the last, and the logits ``[V]`` of each."""
+
+    state: State
+    logits: list[torch.Tensor]
+
+
+def run(session: Session, calls: Calls) -> Run:
+    """The calls through the program of `session`, from a fresh state."""
+    session.state = State(session.manifest)
+    return Run(session.state, [session.prefill(calls.ids[start:end], end - start) for start, end in calls.spans()])
+
+
+@torch.no_grad()
+def run_by_layers(manifest: Manifest, decoder: Decoder, calls: Calls, read: ReadParameter = all_read) -> Run:
+    """`run` of an eager model, one layer after the other: each does its part of all calls before the next one is
+    looked at, so of an unread `decoder` no more than a layer or a table is held, and the head is read once."""
+    state, spans = State(manifest), list(calls.spans())
+    state.ensure_rows(spans[-1][1])
+    state.advance(calls.ids[: spans[-1][1]])
+    with decoder.reading("embed_tokens", read):
+        hidden = [decoder.embed(torch.tensor([calls.ids[start:end]])) for start, end in spans]
+    for n in range(len(decoder.layers)):
+        own = [state.tensors[i].narrow(0, place, 1) for i, place in decoder.layer_states[n]]
+        with decoder.reading(f"layers.{n}", read), floats_held(decoder.layers[n]):
+            for i, (start, end) in enumerate(spans):
+                turns = decoder.turns(end - start, start)
+                hidden[i] = decoder.apply_layer(n, hidden[i], turns, own, offset=start, write_first=end - start == 1)
+    last = torch.cat([rows[:, -1:] for rows in hidden], 1)
+    with decoder.reading("norm", read), decoder.reading("lm_head", read):
+        return Run(state, list(decoder.logits(last)[0]))
