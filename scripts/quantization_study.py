@@ -32,7 +32,7 @@ INT8 = {"linear": "int8", "embedding": "int8", "head": "int8"}
 FOUR = {"embedding": "int8", "head": "int4", "smooth": True, "rounding": "gptq"}
 VARIANTS: dict[str, QuantizationSpec] = {
     "**accurate**: int8 everywhere, smoothed": PRESETS["accurate"],
-    "**balanced**: int8, head int4 GPTQ but 16384 rows, smoothed": PRESETS["balanced"],
+    "**balanced**: int8, head int4 GPTQ but 32768 rows, smoothed": PRESETS["balanced"],
     "**small**: int4 GPTQ, v_proj and down_proj int8, smoothed": PRESETS["small"],
     "int8 linears": QuantizationSpec(linear="int8"),
     "int8 linears, smoothed": QuantizationSpec(linear="int8", smooth=True),

@@ -59,7 +59,7 @@ PRESETS: dict[str, QuantizationSpec] = {
     "none": QuantizationSpec(),
     "accurate": QuantizationSpec(linear="int8", embedding="int8", head="int8", smooth=True),
     "balanced": QuantizationSpec(
-        linear="int8", embedding="int8", head="int4", smooth=True, rounding="gptq", head_int8_rows=16384
+        linear="int8", embedding="int8", head="int4", smooth=True, rounding="gptq", head_int8_rows=32768
     ),
     "small": QuantizationSpec(
         linear="int4", embedding="int8", head="int4", keep_int8=("down_proj", "v_proj"), smooth=True, rounding="gptq"

@@ -128,6 +128,6 @@ def test_int8_caches_are_executorchs(tmp_path: Path) -> None:
     file.write_text("name: tiny\ncheckpoint: {path: w}\ntargets: [executorch, coreml]\ncache: {dtype: int8}\n")
     with pytest.raises(
         ConfigError,
-        match=r"together; expected cache.dtype float32 for the targets coreml: int8 caches",
+        match=r"together; expected cache.dtype float32 or float16 for the targets coreml: int8 caches",
     ):
         load_config(file)
