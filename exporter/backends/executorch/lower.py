@@ -21,6 +21,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from exporter.backends.executorch.frugal import weights_held_once
 from exporter.backends.executorch.means import means_as_products
+from exporter.backends.executorch.partition import partitions_by_bits
 from exporter.backends.executorch.passes import WholeOperators, needed_passes_only
 from exporter.backends.executorch.share import share_equal_bytes
 from exporter.machine import release_freed_memory
@@ -126,11 +127,12 @@ def lower(programs: Mapping[Method, ExportedProgram], path: Path) -> None:
     for program in programs.values():
         means_as_products(program)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder, needed_passes_only(), weights_held_once(Path(folder)):
-        edge = to_edge_transform_and_lower(
-            dict(programs),
-            partitioner={name: [WholeOperators()] for name in programs},
-            compile_config=EdgeCompileConfig(_check_ir_validity=False),
-        )
+        with partitions_by_bits():
+            edge = to_edge_transform_and_lower(
+                dict(programs),
+                partitioner={name: [WholeOperators()] for name in programs},
+                compile_config=EdgeCompileConfig(_check_ir_validity=False),
+            )
         config = ExecutorchBackendConfig(
             to_out_var_pass=InPlaceStatePass(),
             memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False),
