@@ -43,6 +43,20 @@ def release_freed_memory() -> None:
         trim(0)
 
 
+LARGE_BYTES = 2**24
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+
+
+def return_large_memory() -> None:
+    """From now on blocks of `LARGE_BYTES` go back to the system when they are freed, where malloc can: by itself glibc
+    keeps up to 32 MB each, and matrices of a 1B model are just below. Smaller ones are still kept, for page faults
+    cost more than they do."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, 4 * LARGE_BYTES)
+
+
 def peak_memory_bytes() -> int:
     """The largest resident set this process ever had.
 

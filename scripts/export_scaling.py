@@ -247,7 +247,7 @@ With W weights in all, T in a table (embedding or head) and L in a layer, in byt
 - **read and quantise**: W + 4 T + 4 L at most. A layer is read from the checkpoint, calibrated, quantised and dropped
   before the next one is read; then the head, then the embedding, which is the same table when they are tied.
 - **lower**: W, and what one delegate's largest weight takes while it is written: delegates share the decoder's memory,
-  and what they serialise goes to disk at once.
+  and what they serialise goes to disk at once. The graphs come on top, by the number of layers.
 - **run eager**: W + 4 L; **float eager**: 4 T or 4 L. The float model is read again, a layer at a time, and each layer
   does its part of all calls. The integers of the decoder are gone by then.
 - **verify**: W packed by XNNPACK, and up to W of the file's pages.

@@ -88,8 +88,8 @@ def test_the_program_is_its_eager_model_up_to_borderline_roundings(int8_cache_bu
     session, eager = runtime_ref.load(int8_cache_bundle), eager_over(manifest, int8_cache_bundle)
     original = eager_over(manifest.with_float_caches(), int8_cache_bundle)
     assert sum(PIECES) == CONTEXT
-    runs = (runs.run(one, runs.Calls(ids_of(CONTEXT), PIECES)) for one in (session, eager, original))
-    ours, floats, baseline = verify.compare_with_eager(*runs)
+    calls = runs.Calls(ids_of(CONTEXT), PIECES)
+    ours, floats, baseline = verify.compare_with_eager(*(runs.run(one, calls) for one in (session, eager, original)))
     print(ours, floats, baseline)
     assert 0 < baseline.mean_kl_divergence < 1e-4
     assert ours.mean_kl_divergence < 0.2 * baseline.mean_kl_divergence

@@ -12,10 +12,12 @@ import pytest
 import torch
 from executorch.backends.xnnpack._passes import XNNPACKPassManager
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+from executorch.exir.backend import utils
+from executorch.exir.backend.canonical_partitioners import group_partitioner
 from tiny_models import GLOBAL, SLIDING, decoder_of, model, states_of
 from torch.export import Dim, export
 
-from exporter.backends.executorch import frugal, lower
+from exporter.backends.executorch import frugal, lower, partition
 from exporter.backends.executorch.inputs import quantized_inputs_shared
 from exporter.backends.executorch.means import means_as_products
 from exporter.backends.executorch.passes import (
@@ -177,6 +179,30 @@ def test_a_copy_shares_memory_inside_only(tmp_path: Path) -> None:
     with frugal.weights_held_once(tmp_path):
         assert shared() == [True, True, False]
     assert shared() == [False] * 3
+
+
+def test_bits_say_what_the_sets_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of every node of both programs, and of every pair of partitions that may be merged."""
+    decoder = decoder_of(model(SLIDING, GLOBAL), kernels="executorch", context=64)
+    quantize(decoder, QuantizationSpec(linear="int8"))
+    sets, answers = group_partitioner._DependencyViewer, []
+    by_bits = partition.Partitioner._can_merge_partitions
+
+    def both(self: partition.Partitioner, p1: Any, p2: Any, partitions_by_id: Any) -> bool:
+        bits, answer = self.dependency_viewer, by_bits(self, p1, p2, partitions_by_id)
+        self.dependency_viewer = sets(self.graph_module)
+        wanted = group_partitioner.GroupBasedPartitioner._can_merge_partitions(self, p1, p2, partitions_by_id)
+        if not answers:
+            for node in self.graph_module.graph.nodes:
+                assert bits.downstreams_of(node) == self.dependency_viewer.downstreams_of(node)
+        self.dependency_viewer = bits
+        answers.append((answer, wanted))
+        return answer
+
+    monkeypatch.setattr(partition.Partitioner, "_can_merge_partitions", both)
+    lower({method: trace(decoder, method, LIMITS) for method in METHODS}, tmp_path / "model.pte")
+    assert {(True, True), (False, False)} == set(answers)
+    assert utils.is_same_node.cache_info().currsize == 0, "a cache keeps the graphs"
 
 
 def test_a_pass_whose_operator_is_there_is_kept() -> None:

@@ -22,6 +22,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 from exporter.backends.executorch.frugal import weights_held_once
 from exporter.backends.executorch.inputs import quantized_inputs_shared
 from exporter.backends.executorch.means import means_as_products
+from exporter.backends.executorch.partition import partitions_by_bits
 from exporter.backends.executorch.passes import WholeOperators, needed_passes_only
 from exporter.backends.executorch.share import share_equal_bytes
 from exporter.machine import release_freed_memory
@@ -130,11 +131,12 @@ def lower(programs: Mapping[Method, ExportedProgram], path: Path) -> None:
         tempfile.TemporaryDirectory(dir=path.parent) as folder, quantized_inputs_shared(), needed_passes_only(),
         weights_held_once(Path(folder)),
     ):  # fmt: skip
-        edge = to_edge_transform_and_lower(
-            dict(programs),
-            partitioner={name: [WholeOperators()] for name in programs},
-            compile_config=EdgeCompileConfig(_check_ir_validity=False),
-        )
+        with partitions_by_bits():
+            edge = to_edge_transform_and_lower(
+                dict(programs),
+                partitioner={name: [WholeOperators()] for name in programs},
+                compile_config=EdgeCompileConfig(_check_ir_validity=False),
+            )
         config = ExecutorchBackendConfig(
             to_out_var_pass=InPlaceStatePass(),
             memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False),

@@ -1,0 +1,69 @@
+"""Partitioning that grows with the graph and not with its square.
+
+Before it cuts delegates out, ExecuTorch lists for every node all those downstream and upstream of it, in sets, twice:
+2 GB for a decoder of 36 layers. Who is downstream of whom is a bit of an integer here, and whether a cut would close a
+circle is an "and" of two of them. The partitions are the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+from unittest import mock
+
+from executorch.exir.backend import utils
+from executorch.exir.backend.canonical_partitioners import group_partitioner, pattern_op_partitioner
+from torch.fx import GraphModule, Node
+from torch.fx.passes.infra import partitioner
+from torch.fx.passes.utils.fuser_utils import validate_partition
+
+
+class Downstream:
+    """Stands for the dependency viewers of torch and ExecuTorch."""
+
+    def __init__(self, graph_module: GraphModule) -> None:
+        self.nodes = list(graph_module.graph.nodes)
+        self.bit = {node: 1 << place for place, node in enumerate(self.nodes)}
+        self.bits: dict[Node, int] = {}
+        for node in reversed(self.nodes):
+            self.bits[node] = self.union(node.users)
+            for user in node.users:
+                self.bits[node] |= self.bits[user]
+
+    def union(self, nodes: Iterable[Node]) -> int:
+        """The bits of `nodes` themselves."""
+        found = 0
+        for node in nodes:
+            found |= self.bit.get(node, 0)
+        return found
+
+    def downstreams_of(self, node: Node) -> set[Node]:
+        bits = self.bits.get(node, 0)
+        return {other for other in self.nodes if self.bit[other] & bits}
+
+
+class Partitioner(group_partitioner.GroupBasedPartitioner):
+    """ExecuTorch's own, which asks a `Downstream` in its own terms."""
+
+    def _can_merge_partitions(self, p1: Any, p2: Any, partitions_by_id: Any) -> bool:
+        combined = {*partitions_by_id[p1].nodes, *partitions_by_id[p2].nodes}
+        own, downstream = self.dependency_viewer.union(combined), self.dependency_viewer.bits
+        users = {user for node in combined for user in node.users if user not in combined}
+        if any(downstream.get(user, 0) & own for user in users):
+            return False
+        return bool(validate_partition(list(combined)))
+
+
+@contextlib.contextmanager
+def partitions_by_bits() -> Iterator[None]:
+    """Programs are partitioned so inside; afterwards their graphs are forgotten, which a cache of comparisons keeps."""
+    try:
+        with (
+            mock.patch.object(partitioner, "_DependencyViewer", Downstream),
+            mock.patch.object(group_partitioner, "_DependencyViewer", Downstream),
+            mock.patch.object(pattern_op_partitioner, "GroupBasedPartitioner", Partitioner),
+        ):
+            yield
+    finally:
+        utils.is_same_node.cache_clear()
