@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import math
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -165,14 +167,6 @@ def export(checkpoint: Path, quantization: str, out: Path) -> dict[str, Any]:
     }
 
 
-def slope(points: list[tuple[float, float]]) -> tuple[float, float, float]:
-    """Least squares: the slope, the value at 0, and the largest distance of a point from the line."""
-    mean_x, mean_y = (sum(values) / len(points) for values in zip(*points, strict=True))
-    rise = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
-    start = mean_y - rise * mean_x
-    return rise, start, max(abs(y - start - rise * x) for x, y in points)
-
-
 def parts(shape: dict[str, int]) -> tuple[int, int, int]:
     """Weights in all, of one table and of one layer."""
     counts = {name: math.prod(size) for name, size in tensors(shape).items()}
@@ -202,8 +196,13 @@ def page(results: dict[str, Any]) -> str:
     lines = []
     for what, key, unit in (("CPU seconds", "cpu_seconds", 1), ("MB of peak memory", "peak_bytes", 1e6)):
         points = [(float(name), row[key] / unit) for name, row in rows.items() if name.isdigit()]
-        rise, start, off = slope(points)
-        lines.append(f"{what}: {rise:.2f} a layer above {start:.0f}; no point is further than {off:.1f} from the line.")
+        rise, start = statistics.linear_regression(*zip(*points, strict=True))
+        off = max(abs(y - start - rise * x) for x, y in points)
+        between = [(y - before) / (x - n) for (n, before), (x, y) in itertools.pairwise(points)]
+        lines.append(
+            f"{what}: {rise:.1f} a layer above {start:.0f}, no row further than {off:.1f} from the line; from row to "
+            f"row {', '.join(f'{one:.1f}' for one in between)} a layer."
+        )
     steps = [
         (name, one["step"], f"{one['cpu_seconds']:.1f}", *(f"{one.get(key, 0) / 1e9:.2f}" for key in MEMORY))
         for name, row in named.items()
@@ -252,8 +251,8 @@ With W weights in all, T in a table (embedding or head) and L in a layer, in byt
   does its part of all calls. The integers of the decoder are gone by then.
 - **verify**: W packed by XNNPACK, and up to W of the file's pages.
 
-So `held` is the larger of W + 4 (T + L) and 2 W. Calibration adds 2,048 tokens' activations of one layer; libraries,
-tokenizer and graphs are the same whatever the width.
+So `held` is the larger of W + 4 (T + L) and 2 W. Calibration adds the activations of one layer, 512 tokens at a time,
+and the keys and values of 2,048; libraries, tokenizer and graphs are the same whatever the width.
 
 ## An 8B model
 
