@@ -11,7 +11,7 @@ from conftest import CHUNK, CONTEXT, WINDOW
 from tiny_models import GLOBAL, SLIDING, SPECS, decoder_of, model
 
 import runtime_ref
-from exporter import pipeline, verify
+from exporter import pipeline, runs, verify
 from exporter.backends.executorch import program
 from exporter.backends.executorch.cache import ExecutorchKernels
 from exporter.backends.executorch.lower import lower
@@ -37,7 +37,7 @@ def ids_of(count: int) -> list[int]:
 
 def eager_over(manifest: Manifest, bundle: Path) -> Session:
     source = pipeline.open_source(load_config(bundle.with_suffix(".yaml")))
-    return verify.eager_session(
+    return runs.eager_session(
         manifest, pipeline.read_decoder(source, manifest.states, PlainKernels(), Progress.silent())
     )
 
@@ -95,7 +95,8 @@ def test_the_program_is_its_eager_model_up_to_rounding(half_cache_bundle: Path) 
     session, eager = runtime_ref.load(half_cache_bundle), eager_over(manifest, half_cache_bundle)
     original = eager_over(manifest.with_float_caches(), half_cache_bundle)
     assert sum(PIECES) == CONTEXT
-    ours, floats, baseline = verify.compare_with_eager(session, eager, original, ids_of(CONTEXT), PIECES)
+    calls = runs.Calls(ids_of(CONTEXT), PIECES)
+    ours, floats, baseline = verify.compare_with_eager(*(runs.run(one, calls) for one in (session, eager, original)))
     print(ours, floats, baseline)
     assert 0 < baseline.mean_kl_divergence < 5e-7
     assert ours.mean_kl_divergence < 5e-7 and floats.mean_kl_divergence < 5e-7
