@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
-import pytest
 import torch
+from cache_programs import (
+    PIECES,
+    assert_another_cache_is_refused,
+    assert_rewinds_forks_and_is_saved,
+    clean_and_poisoned,
+    compared_with_eager,
+    eager_over,
+    ids_of,
+)
 from conftest import CHUNK, CONTEXT, WINDOW
 
 import runtime_ref
-from exporter import pipeline, runs, verify
+from exporter import pipeline, verify
 from exporter.bundle import read_bundle
-from exporter.cache.plain import PlainKernels
-from exporter.config import load_config
-from exporter.errors import BundleError
 from exporter.graph.contract import MIN_DELEGATED_SHARE
 from exporter.graph.contract_file import ContractFile, LayerForm, ProgramForm
 from exporter.inspection import inspect
 from exporter.progress import Progress
-from exporter.spec import Manifest
-from runtime_ref.session import Session
-
-# Chunks of every kind, over rings of 11 rows, to the end of the context.
-PIECES = [1, 1, 2, 7, 8, 9, 20, CHUNK, 1, 1, 3, 17, 1, 5, 11, 1, 13, 2, 1, 16]
-
-
-def ids_of(count: int) -> list[int]:
-    return random.Random(0).choices(range(256), k=count)
-
-
-def eager_over(manifest: Manifest, bundle: Path) -> Session:
-    source = pipeline.open_source(load_config(bundle.with_suffix(".yaml")))
-    return runs.eager_session(
-        manifest, pipeline.read_decoder(source, manifest.states, PlainKernels(), Progress.silent())
-    )
 
 
 def test_the_bundle_says_what_it_is(int8_cache_bundle: Path) -> None:
@@ -84,13 +72,7 @@ def test_the_decoded_copy_costs_what_the_document_says(int8_cache_bundle: Path) 
 
 def test_the_program_is_its_eager_model_up_to_borderline_roundings(int8_cache_bundle: Path) -> None:
     """Measured over 14 turns of the rings: KL divergence 1e-6, a hundredth of what int8 itself costs."""
-    manifest = read_bundle(int8_cache_bundle).manifest
-    session, eager = runtime_ref.load(int8_cache_bundle), eager_over(manifest, int8_cache_bundle)
-    original = eager_over(manifest.with_float_caches(), int8_cache_bundle)
-    assert sum(PIECES) == CONTEXT
-    calls = runs.Calls(ids_of(CONTEXT), PIECES)
-    ours, floats, baseline = verify.compare_with_eager(*(runs.run(one, calls) for one in (session, eager, original)))
-    print(ours, floats, baseline)
+    ours, floats, baseline = compared_with_eager(int8_cache_bundle)
     assert 0 < baseline.mean_kl_divergence < 1e-4
     assert ours.mean_kl_divergence < 0.2 * baseline.mean_kl_divergence
     assert floats.mean_kl_divergence < 1.5 * baseline.mean_kl_divergence
@@ -124,37 +106,15 @@ def test_the_export_recorded_what_int8_costs(int8_cache_bundle: Path) -> None:
 
 
 def test_verification_refuses_a_config_with_another_cache(int8_cache_bundle: Path) -> None:
-    config = load_config(int8_cache_bundle.with_suffix(".yaml"), {"cache.dtype": "float32"})
-    with pytest.raises(BundleError, match=r"cache\.dtype float32 in the config; expected int8"):
-        pipeline.verify_bundle(int8_cache_bundle, config, Progress.silent())
+    assert_another_cache_is_refused(int8_cache_bundle, "int8")
 
 
 def test_what_was_never_written_is_never_read(int8_cache_bundle: Path) -> None:
     """NaN for every scale of a fresh state, and integers that no row holds."""
-    clean, poisoned = runtime_ref.load(int8_cache_bundle), runtime_ref.load(int8_cache_bundle)
-    for session in (clean, poisoned):
-        session.state.ensure_rows(60)
-    for tensor in poisoned.state.tensors:
-        tensor.fill_(-128 if tensor.dtype == torch.int8 else torch.nan)
-    ids, start = ids_of(60), 0
-    for size in (1, 1, 2, 3, 1, 20, 1, 30, 1):
-        part = ids[start : start + size]
-        start += size
-        ours, theirs = poisoned.prefill(part, size), clean.prefill(part, size)
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-2)  # a borderline integer at most
-        assert torch.isfinite(ours).all()
+    for clean, poisoned in clean_and_poisoned(int8_cache_bundle, integer=-128):
+        torch.testing.assert_close(poisoned, clean, rtol=0, atol=1e-2)  # a borderline integer at most
+        assert torch.isfinite(poisoned).all()
 
 
 def test_a_conversation_rewinds_forks_and_is_saved(int8_cache_bundle: Path, tmp_path: Path) -> None:
-    session = runtime_ref.load(int8_cache_bundle)
-    session.prefill(ids_of(50), 20)
-    session.save(tmp_path / "talk")
-    fork, loaded = session.fork(), runtime_ref.load(int8_cache_bundle)
-    loaded.load_state(tmp_path / "talk")
-    expected = [session.decode(token) for token in (1, 2, 3, 4)]
-    rewound = session.fork()
-    rewound.rewind(2)
-    for other, tail in ((fork, (1, 2, 3, 4)), (loaded, (1, 2, 3, 4)), (rewound, (3, 4))):
-        for token, want in zip(tail, expected[-len(tail) :], strict=True):
-            torch.testing.assert_close(other.decode(token), want, rtol=0, atol=1e-5)
-    assert sum(t.nbytes for t in session.state.tensors) == sum(k.allocated_bytes for k in session.state.memory())
+    assert_rewinds_forks_and_is_saved(int8_cache_bundle, tmp_path)
