@@ -6,16 +6,19 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from exporter.bundle import read_bundle
+from exporter.bundle import Bundle, read_bundle
 from exporter.errors import ConfigError, UserError
 from exporter.quiet import quieten_libraries
 from runtime_ref.memory import context_costs, mib, planned_usage
+
+if TYPE_CHECKING:
+    from runtime_ref.session import Session
 
 app = typer.Typer(
     help="Run exported bundles on this machine.",
@@ -51,9 +54,8 @@ def generate(
 ) -> None:
     """Continue a prompt. Text goes to standard output as it comes; speed and cache go to standard error."""
     from runtime_ref.generate import Generation
-    from runtime_ref.programs import choose, load_program, prepare_runtime
+    from runtime_ref.programs import choose
     from runtime_ref.sampling import Sampler
-    from runtime_ref.session import Session
     from runtime_ref.tokenizer import Tokenizer
 
     sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
@@ -62,8 +64,7 @@ def generate(
     opened = choose(read_bundle(bundle), format)
     tokenizer = Tokenizer(opened)
     ids = tokenizer.encode_chat([{"role": "user", "content": prompt}]) if chat else tokenizer.encode(prompt)
-    prepare_runtime(opened.manifest.program.format)
-    session = Session(opened.manifest, load_program(opened))
+    session = _session(opened)
     typer.echo(session.state.report(), err=True)
     generation = Generation(session, tokenizer, ids, sampler=sampler, max_new_tokens=max_new_tokens, chunk=chunk)
     for text in generation:
@@ -92,16 +93,13 @@ def score(
     The file has one row for every position whose logits a program produced: the last of each prefill chunk, then
     every position. Arrays: position, logprob (NaN after the last), argmax, top_ids, top_logits (16 a row), logits.
     """
-    from runtime_ref.programs import choose, load_program, prepare_runtime
+    from runtime_ref.programs import choose
     from runtime_ref.score import score as run_score
     from runtime_ref.score import write_scores
-    from runtime_ref.session import Session
 
     tokens = _read_ids(ids)
     _check_parent("--out", out)
-    opened = choose(read_bundle(bundle), format)
-    prepare_runtime(opened.manifest.program.format)
-    session = Session(opened.manifest, load_program(opened))
+    session = _session(choose(read_bundle(bundle), format))
     typer.echo(session.state.report(), err=True)
     arrays = run_score(session, tokens, prefill=prefill, chunk=chunk, keep_logits=logits)
     write_scores(out, arrays)
@@ -174,6 +172,15 @@ def bench(
         console.print(table)
     if json_file is not None:
         write_json(json_file, found)
+
+
+def _session(bundle: Bundle) -> Session:
+    """An empty one with the one program of `bundle`, in a process that does nothing else."""
+    from runtime_ref.programs import load_program, prepare_runtime
+    from runtime_ref.session import Session
+
+    prepare_runtime(bundle.manifest.program.format)
+    return Session(bundle.manifest, load_program(bundle))
 
 
 def _check_parent(option: str, path: Path) -> None:

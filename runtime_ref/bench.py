@@ -254,11 +254,11 @@ def _embedding_bytes(manifest: Manifest) -> int:
     """Of an embedding that is not the head's table; where it is, what four bits of that leave over for it (see
     `exporter.quantization.tables`)."""
     rows, width = manifest.model.vocab_size, manifest.model.hidden_size
-    grids = manifest.quantization
-    own = manifest.program.format == "executorch" and (grids.head == "none") != (grids.embedding == "none")
-    if own or not manifest.model.tie_word_embeddings:
+    grids, tied = manifest.quantization, manifest.model.tie_word_embeddings
+    executorch = manifest.program.format == "executorch"
+    if not tied or (executorch and (grids.head == "none") != (grids.embedding == "none")):
         return int(rows * width * _bytes_a_weight(manifest))
-    if manifest.program.format != "executorch" or (grids.head, grids.embedding) != ("int4", "int8"):
+    if not executorch or (grids.head, grids.embedding) != ("int4", "int8"):
         return 0
     nibbles, scales = width // 2, 2 * width // grids.group_size
     return max(rows - grids.head_int8_rows, 0) * (nibbles + scales)

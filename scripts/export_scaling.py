@@ -24,6 +24,7 @@ from typing import Annotated, Any
 
 import typer
 from measuring import table
+from peers.cost import finish
 
 from exporter.machine import machine
 from exporter.quiet import quieten_libraries
@@ -154,14 +155,12 @@ def export(checkpoint: Path, quantization: str, out: Path) -> dict[str, Any]:
             seconds = cpu_seconds(child.pid)
             steps.append({"step": match[1], "cpu_seconds": seconds - before, **peaks.get(running, {})})
             before = seconds
-    _, status, usage = os.wait4(child.pid, 0)
-    child.returncode = os.waitstatus_to_exitcode(status)
+    code, used = finish(child)
     sampler.join()
-    if child.returncode:
+    if code:
         raise SystemExit("".join(said))
     return {
-        "cpu_seconds": usage.ru_utime + usage.ru_stime,
-        "peak_bytes": usage.ru_maxrss * 1024,
+        **used,
         "file_bytes": (out / "model.pte").stat().st_size,
         "steps": steps,
     }

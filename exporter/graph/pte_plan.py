@@ -25,9 +25,9 @@ _SCALAR_BYTES = {
     ScalarType.BFLOAT16: 2, ScalarType.INT: 4, ScalarType.FLOAT: 4, ScalarType.LONG: 8, ScalarType.DOUBLE: 8,
 }  # fmt: skip
 
+HEADER_BYTES = 64  # of a `.pte`, its extended header among them; ExecuTorch's reader copies what it is given
 # XNNPACK's payload: a header with the magic at byte 4 and the flatbuffer's offset at byte 10. Of the graph's table
 # these are the vectors of its nodes and of its external inputs.
-HEADER_BYTES = 64  # of a `.pte`, its extended header among them; ExecuTorch's reader copies what it is given
 _XNNPACK_MAGIC, _XNNPACK_NODES, _XNNPACK_INPUTS = b"XH00", 6, 12
 
 

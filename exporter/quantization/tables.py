@@ -11,6 +11,7 @@ import torch
 
 from exporter.model.decoder import Decoder, ReadParameter, all_read
 from exporter.quantization import grids
+from exporter.quantization.calibration import HEAD
 from exporter.quantization.linears import Int4, check_group
 from exporter.quantization.modules import (
     QuantizedEmbedding,
@@ -22,7 +23,6 @@ from exporter.quantization.modules import (
 )
 from exporter.spec import QuantizationSpec
 
-HEAD = "lm_head"
 RESIDUAL_MAX = 7
 ROWS_AT_A_TIME = 8192
 

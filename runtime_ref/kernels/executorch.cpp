@@ -32,7 +32,12 @@ struct Replacement {
   OpFunction own;
   OpFunction replaced;  // null where ExecuTorch has none
 };
-extern Replacement replacements[2];
+
+void custom_sdpa(KernelRuntimeContext& context, Span<EValue*> stack);
+void to_dim_order_copy(KernelRuntimeContext& context, Span<EValue*> stack);
+
+Replacement attention{"llama::custom_sdpa.out", custom_sdpa, nullptr};
+Replacement conversion{"dim_order_ops::_to_dim_order_copy.out", to_dim_order_copy, nullptr};
 
 // What a kernel does not take is for the one that it replaced.
 void pass_on(const Replacement& to, KernelRuntimeContext& context, Span<EValue*> stack) {
@@ -85,7 +90,7 @@ void custom_sdpa(KernelRuntimeContext& context, Span<EValue*> stack) {
       (mask ? !causal && plain(*mask, 2, ScalarType::Float) && mask->size(0) == query_len &&
                   mask->size(1) == keys.size(1)
             : start >= 0 && start + query_len <= keys.size(1));
-  if (!ours) return pass_on(replacements[0], context, stack);
+  if (!ours) return pass_on(attention, context, stack);
   if (executorch::runtime::resize_tensor(out, query.sizes()) != Error::Ok) return context.fail(Error::InvalidArgument);
   const auto fill = [&](auto a) {
     a.query_len = query_len;
@@ -126,17 +131,12 @@ void to_dim_order_copy(KernelRuntimeContext& context, Span<EValue*> stack) {
   const bool widens = from == ScalarType::Half && to == ScalarType::Float;
   const bool narrows = from == ScalarType::Float && to == ScalarType::Half;
   if (!(widens || narrows) || in.dim() != out.dim() || !contiguous(in) || !contiguous(out)) {
-    return pass_on(replacements[1], context, stack);
+    return pass_on(conversion, context, stack);
   }
   if (executorch::runtime::resize_tensor(out, in.sizes()) != Error::Ok) return context.fail(Error::InvalidArgument);
   if (widens) convert<ring::Half, float>(in, out);
   else convert<float, ring::Half>(in, out);
 }
-
-Replacement replacements[2] = {
-    {"llama::custom_sdpa.out", custom_sdpa, nullptr},
-    {"dim_order_ops::_to_dim_order_copy.out", to_dim_order_copy, nullptr},
-};
 
 Kernel* entry(const char* name) {
   const auto kernels = executorch::runtime::get_registered_kernels();
@@ -161,6 +161,6 @@ bool use_kernel(Replacement& kernel, bool use) {
 
 int ring_use_kernels(int use) {
   bool all = true;
-  for (Replacement& kernel : replacements) all = use_kernel(kernel, use) && all;
+  for (Replacement* kernel : {&attention, &conversion}) all = use_kernel(*kernel, use) && all;
   return all;
 }

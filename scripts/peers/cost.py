@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 
 def cost_file(place: Path) -> Path:
@@ -33,6 +33,11 @@ def run(
     """
     errors = None if output is None else subprocess.STDOUT
     process = subprocess.Popen(command, stdout=output, stderr=errors, env={**os.environ, **(variables or {})})
+    return finish(process)
+
+
+def finish(process: subprocess.Popen[Any]) -> tuple[int, dict[str, float]]:
+    """Wait for `process`; returns as `run`."""
     # Not `Popen.wait`: that of all children so far would have another command's peak.
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
