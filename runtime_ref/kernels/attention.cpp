@@ -9,11 +9,11 @@ namespace ring {
 template <typename E>
 void attend(const Attention<E>& a, const Parallel& parallel) {
   if (a.query_len == 1) return single_query(a, parallel);
-  const int64_t queries = a.query_len * a.group();
-  const int64_t tiles = (queries + kTile - 1) / kTile;
+  constexpr int64_t kQueries = kTilesTogether<E> * kTile;
+  const int64_t tiles = (a.query_len * a.group() + kQueries - 1) / kQueries;
   // The last tiles see the most rows: they go first, so that no thread is left with one of them at the end.
   parallel(tiles * a.num_kv_heads, [&](int64_t task) {
-    attend_tile(a, task % a.num_kv_heads, (tiles - 1 - task / a.num_kv_heads) * kTile);
+    attend_tiles(a, task % a.num_kv_heads, (tiles - 1 - task / a.num_kv_heads) * kQueries);
   });
 }
 

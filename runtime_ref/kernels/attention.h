@@ -1,4 +1,5 @@
-// Softmax attention of one sequence over rows of keys and values, computed in float32.
+// Softmax attention of one sequence over rows of keys and values, computed in float32; of several queries over rows of
+// float16, the products are of bfloat16 where the processor has them.
 //
 // Letters: Q query_len, T rows, H heads, K KV heads, G = H / K (query heads of one KV head), D head_dim.
 #pragma once

@@ -76,10 +76,11 @@ def test_attention_that_the_operator_lacks_works_over_float16_too(name: str, tmp
 
 
 def test_the_program_is_its_eager_model_up_to_rounding(half_cache_bundle: Path) -> None:
-    """Measured: KL divergence from eager 6e-8, and from the float model what eager's own is, 1e-7."""
+    """Measured: KL divergence of eager from the float model 1e-7; of the program from either 1e-7 where chunks are
+    multiplied in float32, 4e-6 in bfloat16."""
     ours, floats, baseline = compared_with_eager(half_cache_bundle)
     assert 0 < baseline.mean_kl_divergence < 5e-7
-    assert ours.mean_kl_divergence < 5e-7 and floats.mean_kl_divergence < 5e-7
+    assert ours.mean_kl_divergence < 1e-5 and floats.mean_kl_divergence < 1e-5
     assert ours.max_abs_difference < 1e-2
 
 

@@ -1,0 +1,160 @@
+// The products of a tile in bfloat16 with sums in float32, two products a lane and instruction: twice what float32
+// does. For rows that were rounded when they were stored.
+#pragma once
+
+#if defined(__AVX512BF16__)
+
+#include <immintrin.h>
+
+#include "half.h"
+#include "tile.h"
+
+namespace ring {
+
+// Two bfloat16 numbers, the first one in the low half.
+using Pair = uint32_t;
+
+inline __m256i rounded(Vec value) { return (__m256i)_mm512_cvtneps_pbh((__m512)value); }
+
+// Lane i: a[i] below, b[i] above.
+inline __m512i interleaved(Vec a, Vec b) {
+  const __m512i low = _mm512_cvtepu16_epi32(rounded(a)), high = _mm512_cvtepu16_epi32(rounded(b));
+  return _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+}
+
+inline Vec add_products(Vec sum, Pair one, __m512i many) {
+  return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(static_cast<int>(one)), (__m512bh)many);
+}
+
+// scores[r][tile] = sum over d of rows[r][d] * packed[d][tile].
+template <int R>
+inline void pair_scores(const Pair* rows, int64_t pairs, const Pair* packed, float* scores) {
+  Vec sums[R][kTileVecs] = {};
+  for (int64_t p = 0; p < pairs; ++p) {
+    __m512i q[kTileVecs];
+#pragma GCC unroll 4
+    for (int v = 0; v < kTileVecs; ++v) q[v] = _mm512_loadu_si512(packed + p * kTile + v * kWidth);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const Pair key = rows[r * pairs + p];
+#pragma GCC unroll 4
+      for (int v = 0; v < kTileVecs; ++v) sums[r][v] = add_products(sums[r][v], key, q[v]);
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < kTileVecs; ++v) store(scores + r * kTile + v * kWidth, sums[r][v]);
+  }
+}
+
+// out[d + r][tile] = out[d + r][tile] * keep[tile] + sum over pairs of rows of values[p][d + r] * weights[p][tile].
+template <int R>
+inline void pair_values(
+    const Pair* values, int64_t pairs, int64_t stride, const Pair* weights, const Vec* keep, float* out) {
+  Vec sums[R][kTileVecs];
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < kTileVecs; ++v) sums[r][v] = load(out + r * kTile + v * kWidth) * keep[v];
+  }
+  for (int64_t p = 0; p < pairs; ++p) {
+    __m512i w[kTileVecs];
+#pragma GCC unroll 4
+    for (int v = 0; v < kTileVecs; ++v) w[v] = _mm512_loadu_si512(weights + p * kTile + v * kWidth);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const Pair value = values[p * stride + r];
+#pragma GCC unroll 4
+      for (int v = 0; v < kTileVecs; ++v) sums[r][v] = add_products(sums[r][v], value, w[v]);
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < kTileVecs; ++v) store(out + r * kTile + v * kWidth, sums[r][v]);
+  }
+}
+
+class Bf16Tile {
+ public:
+  static constexpr int kTogether = 2;
+
+  // Rows are padded with zeros to whole vectors of pairs.
+  explicit Bf16Tile(int64_t head_dim)
+      : head_dim_(head_dim), padded_((head_dim + 2 * kWidth - 1) / (2 * kWidth) * 2 * kWidth) {
+    static thread_local std::vector<Pair> scratch;
+    const int64_t pairs = padded_ / 2;
+    scratch.resize(pairs * kTogether * kTile + kBlock * padded_ + kBlock / 2 * kTile);
+    packed_ = scratch.data();
+    keys_ = packed_ + pairs * kTogether * kTile;
+    values_ = keys_ + kBlock * pairs;
+    weights_ = values_ + kBlock / 2 * padded_;
+  }
+
+  // Lane n of tile `which`.
+  void set_query(int which, int64_t n, const float* query) {
+    Pair* to = packed_ + which * padded_ / 2 * kTile + n;
+    for (int64_t d = 0; d < padded_; d += kWidth) {
+      uint16_t lanes[kWidth];
+      const __m256i some = rounded(part(query, d));
+      std::memcpy(lanes, &some, sizeof(lanes));
+      for (int i = 0; i < kWidth; i += 2) to[(d + i) / 2 * kTile] = lanes[i] | Pair(lanes[i + 1]) << 16;
+    }
+  }
+
+  // The rows that are next, at most kBlock.
+  void take(const Half* const* keys, const Half* const* values, int64_t count) {
+    count_ = count;
+    for (int64_t i = 0; i < count; ++i) {
+      for (int64_t d = 0; d < padded_; d += kWidth) {
+        const __m256i some = rounded(part(keys[i], d));
+        std::memcpy(keys_ + (i * padded_ + d) / 2, &some, sizeof(some));
+      }
+    }
+    for (int64_t i = 0; i < count; i += 2) {
+      for (int64_t d = 0; d < padded_; d += kWidth) {
+        const Vec second = i + 1 < count ? part(values[i + 1], d) : Vec{};
+        _mm512_storeu_si512(values_ + i / 2 * padded_ + d, interleaved(part(values[i], d), second));
+      }
+    }
+  }
+
+  // scores[i][tile] of every row.
+  void score(int which, float* scores) const {
+    const int64_t pairs = padded_ / 2;
+    const Pair* packed = packed_ + which * pairs * kTile;
+    int64_t i = 0;
+    for (; i + kSteps <= count_; i += kSteps) pair_scores<kSteps>(keys_ + i * pairs, pairs, packed, scores + i * kTile);
+    for (; i < count_; ++i) pair_scores<1>(keys_ + i * pairs, pairs, packed, scores + i * kTile);
+  }
+
+  // out[d][tile] = out[d][tile] * keep[tile] + the rows' weighted values.
+  void add(const float* weights, const Vec* keep, float* out) const {
+    for (int64_t i = 0; i < count_; i += 2) {
+      for (int v = 0; v < kTileVecs; ++v) {
+        const float* from = weights + i * kTile + v * kWidth;
+        const Vec second = i + 1 < count_ ? load(from + kTile) : Vec{};
+        _mm512_storeu_si512(weights_ + i / 2 * kTile + v * kWidth, interleaved(load(from), second));
+      }
+    }
+    const int64_t pairs = (count_ + 1) / 2;
+    int64_t d = 0;
+    for (; d + kSteps <= head_dim_; d += kSteps) {
+      pair_values<kSteps>(values_ + d, pairs, padded_, weights_, keep, out + d * kTile);
+    }
+    for (; d < head_dim_; ++d) pair_values<1>(values_ + d, pairs, padded_, weights_, keep, out + d * kTile);
+  }
+
+ private:
+  // Numbers d .. d + kWidth of a row, zeros after its end.
+  template <typename E>
+  Vec part(const E* row, int64_t d) const {
+    if (d + kWidth <= head_dim_) return load(row + d);
+    float some[kWidth] = {};
+    for (int64_t i = d; i < head_dim_; ++i) some[i - d] = to_float(row[i]);
+    return load(some);
+  }
+
+  int64_t head_dim_, padded_, count_ = 0;
+  Pair *packed_, *keys_;  // pairs along D: queries, each tile [D/2, tile]; [kBlock, D/2]
+  Pair *values_, *weights_;  // pairs of rows: [kBlock/2, D]; [kBlock/2, tile]
+};
+
+}  // namespace ring
+
+#endif
