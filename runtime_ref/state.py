@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,15 @@ from runtime_ref.memory import KindUsage, mib, planned_rows, usage
 from runtime_ref.state_file import read_state, write_state
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
+
+
+def unwritten(spec: StateSpec, rows: int | None = None) -> Tensor:
+    """A state of `rows` rows, by default its first ones, of zeros that take memory a page at a time, when they are first
+    written: allocators write their zeros, and keep what is freed."""
+    shape, dtype = spec.shape(rows), DTYPES[spec.dtype]
+    count = math.prod(shape)
+    pages = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype, count=count).view(shape)  # which keeps the pages
 
 
 @dataclass(frozen=True)
@@ -61,9 +72,7 @@ class State:
 
     def reset(self) -> None:
         """Forget everything: first sizes, zeros."""
-        self.tensors: list[Tensor] = [
-            torch.zeros(spec.shape(), dtype=DTYPES[spec.dtype]) for spec in self.manifest.states
-        ]
+        self.tensors: list[Tensor] = [unwritten(spec) for spec in self.manifest.states]
         self.tokens: list[int] = []
         self.high_water = 0
         self.growths: list[Growth] = []
@@ -84,9 +93,8 @@ class State:
             rows = max(old.shape[1], planned_rows(self.manifest, spec, seq_len))
             if rows == old.shape[1]:
                 continue
-            grown = torch.zeros(spec.shape(rows), dtype=old.dtype)
-            grown[:, : old.shape[1]] = old
-            self.tensors[index] = grown
+            self.tensors[index] = unwritten(spec, rows)
+            self.tensors[index][:, : self.length] = old[:, : self.length]
             before, after = old.shape[1], rows
         if before is not None:
             self.growths.append(Growth(seq_len=seq_len, from_rows=before, to_rows=after))
@@ -151,7 +159,12 @@ class State:
     def fork(self) -> State:
         """An independent copy."""
         other = copy.copy(self)
-        other.tensors = [tensor.clone() for tensor in self.tensors]
+        other.tensors = []
+        for spec, tensor in zip(self.manifest.states, self.tensors, strict=True):
+            used = self.length if spec.kind == "full" else spec.rows
+            twin = unwritten(spec, tensor.shape[1] if spec.grows else None)
+            twin[:, :used] = tensor[:, :used]
+            other.tensors.append(twin)
         other.tokens, other.growths = list(self.tokens), list(self.growths)
         return other
 

@@ -11,6 +11,7 @@ from tiny_models import DTYPES, CacheDType
 from toy import DIM, toy_manifest
 
 from exporter.errors import RuntimeLimitError
+from exporter.machine import resident_bytes
 from exporter.spec import Manifest, QuantizationSpec
 from runtime_ref.memory import context_costs, planned_usage
 from runtime_ref.state import Growth, State
@@ -50,6 +51,23 @@ def test_only_full_states_grow_and_their_rows_stay() -> None:
     assert [t.shape[1] for t in state.tensors] == [8, 8, 4, 4, 2]
     assert not any(t.any() for t in state.tensors)
     assert state.growths == []
+
+
+def test_rows_take_memory_when_they_are_written_and_give_it_back() -> None:
+    rows, tolerance = 2**21, 2**21  # of 64 MiB a tensor
+    state = State(toy_manifest(("full",), context=rows))
+    before = resident_bytes()
+    state.ensure_rows(rows)
+    assert resident_bytes() - before < tolerance
+    state.tensors[0][:, : rows // 2] = 1.0
+    state.advance([7] * (rows // 2))
+    assert abs(resident_bytes() - before - rows // 2 * ROW) < tolerance + 8 * rows  # the tokens' list
+    twin = state.fork()
+    assert abs(resident_bytes() - before - 3 * rows // 2 * ROW) < 2 * tolerance + 24 * rows  # all used rows of both
+    assert torch.equal(twin.tensors[0], state.tensors[0])
+    del twin
+    state.reset()
+    assert resident_bytes() - before < tolerance + 24 * rows
 
 
 @settings(deadline=None)
