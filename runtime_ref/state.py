@@ -21,8 +21,8 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8
 
 
 def unwritten(spec: StateSpec, rows: int | None = None) -> Tensor:
-    """A state of `rows` rows, by default its first ones, of zeros that take memory a page at a time, when they are first
-    written: allocators write their zeros, and keep what is freed."""
+    """A state of `rows` rows, by default its first ones, of zeros that take memory page by page when they are first
+    written: an allocator would write the zeros, and keep what is freed."""
     shape, dtype = spec.shape(rows), DTYPES[spec.dtype]
     count = math.prod(shape)
     pages = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
