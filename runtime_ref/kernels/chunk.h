@@ -113,14 +113,18 @@ void begin_tile(const Attention<E>& a, int64_t kv_head, int64_t begin_query, Pro
   to.used = std::min<int64_t>(kTile, a.query_len * group - begin_query);
   to.tile.first = begin_query / group;
   to.tile.last = (begin_query + to.used - 1) / group;
-  static thread_local std::vector<float> scaled;
-  scaled.resize(a.head_dim);
+  constexpr int64_t line = 64 / sizeof(E);
   for (int64_t n = 0; n < kTile; ++n) {
     const int64_t global = begin_query + std::min(n, to.used - 1);
     to.tile.query_of[n] = global / group - to.tile.first;
     to.places[n] = (global / group * a.num_heads + kv_head * group + global % group) * a.head_dim;
-    const E* query = a.query + to.places[n];
-    for (int64_t d = 0; d < a.head_dim; ++d) scaled[d] = to_float(query[d]) * (a.scale * kLog2E);
+    for (int64_t d = 0; d < a.head_dim; d += line) __builtin_prefetch(a.query + to.places[n] + d);
+  }
+  static thread_local std::vector<float> scaled;
+  scaled.resize(a.head_dim);
+  for (int64_t n = 0; n < kTile; ++n) {
+    convert(a.query + to.places[n], scaled.data(), a.head_dim);
+    for (float& number : scaled) number *= a.scale * kLog2E;
     products.set_query(which, n, scaled.data());
   }
   std::fill(to.out, to.out + a.head_dim * kTile, 0.0f);
