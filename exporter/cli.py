@@ -15,6 +15,7 @@ from rich.pretty import Pretty
 
 from exporter.config import load_config
 from exporter.errors import ConfigError, UserError
+from exporter.machine import collected_seldom, on_one_piece_of_stack
 from exporter.quiet import native_stderr_hidden, quieten_libraries
 
 app = typer.Typer(
@@ -52,7 +53,8 @@ def export(
 ) -> None:
     """Write a bundle: the program, its tokenizer and a manifest, verified against the model it came from."""
     config = load_config(model, parse_overrides(overrides))
-    with native_stderr_hidden():  # torch and ExecuTorch take seconds: a bad YAML should not wait for them
+    # torch and ExecuTorch take seconds: a bad YAML should not wait for them
+    with native_stderr_hidden(), collected_seldom():
         from exporter import pipeline, tables
     from exporter.plan import model_states, plan_contexts
     from exporter.progress import Progress
@@ -181,7 +183,7 @@ def main() -> None:
     """Run the command line; a `UserError` is one message on stderr and exit code 2."""
     quieten_libraries()
     try:
-        app()
+        on_one_piece_of_stack(app)
     except UserError as error:
         messages.print(f"[bold red]error:[/] {escape(str(error))}", markup=True, highlight=False, soft_wrap=True)
         sys.exit(error.exit_code)
