@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import enum
+import gc
 import json
 import sys
 from pathlib import Path
@@ -15,6 +17,7 @@ from rich.pretty import Pretty
 
 from exporter.config import load_config
 from exporter.errors import ConfigError, UserError
+from exporter.machine import collected_seldom, on_one_piece_of_stack
 from exporter.quiet import native_stderr_hidden, quieten_libraries
 
 app = typer.Typer(
@@ -52,7 +55,8 @@ def export(
 ) -> None:
     """Write a bundle: the program, its tokenizer and a manifest, verified against the model it came from."""
     config = load_config(model, parse_overrides(overrides))
-    with native_stderr_hidden():  # torch and ExecuTorch take seconds: a bad YAML should not wait for them
+    # torch and ExecuTorch take seconds: a bad YAML should not wait for them
+    with native_stderr_hidden(), collected_seldom():
         from exporter import pipeline, tables
     from exporter.plan import model_states, plan_contexts
     from exporter.progress import Progress
@@ -180,8 +184,10 @@ def parse_overrides(pairs: list[str] | None) -> dict[str, Any]:
 def main() -> None:
     """Run the command line; a `UserError` is one message on stderr and exit code 2."""
     quieten_libraries()
+    # As it ends Python searches all that there is for circles of references: two seconds for nothing.
+    atexit.register(gc.freeze)
     try:
-        app()
+        on_one_piece_of_stack(app)
     except UserError as error:
         messages.print(f"[bold red]error:[/] {escape(str(error))}", markup=True, highlight=False, soft_wrap=True)
         sys.exit(error.exit_code)

@@ -210,7 +210,10 @@ def test_a_pass_whose_operator_is_there_is_kept() -> None:
     assert names >= TRIGGERS.keys(), "a pass named here is gone from ExecuTorch"
     assert is_needed("Conv1dUnsqueezePass", {"aten.convolution.default"})
     assert not is_needed("Conv1dUnsqueezePass", {"aten.linear.default"})
-    assert is_needed("ConvertToLinearPass", {"aten.linear.default"})
+    assert not is_needed("ConvertToLinearPass", {"aten.linear.default"})
+    for product in ("mm", "addmm", "bmm"):
+        assert is_needed("ConvertToLinearPass", {f"aten.{product}.default"})
+    assert is_needed("XNNPACKRemoveCloneOpsTransform", {"aten.linear.default"})
     x = torch.ones(1, 2)
     for count in (LARGEST_CONCATENATION, LARGEST_CONCATENATION + 1):
 
@@ -220,6 +223,30 @@ def test_a_pass_whose_operator_is_there_is_kept() -> None:
 
         kept = {one.__name__ for one in NeededPasses(export(Many(), (x,))).passes}
         assert ("DecomposeConcatenate" in kept) == (count > LARGEST_CONCATENATION)
+
+
+def test_what_takes_no_input_is_computed() -> None:
+    """A constant of numbers alone, or one that the graph module holds; not what an input goes into."""
+
+    class Sum(torch.nn.Module):
+        def __init__(self, term: Any) -> None:
+            super().__init__()
+            self.term = term
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.term(x)
+
+    x = torch.ones(2, 3)
+    for term, needed in ((torch.exp, False), (lambda _: torch.full((2, 3), 0.5), True)):
+        program = export(Sum(term), (x,))
+        assert ("ConstPropPass" in {one.__name__ for one in NeededPasses(program).passes}) == needed
+    program.graph_module.held = torch.nn.Parameter(x)
+    graph = program.graph
+    for node in [node for node in graph.nodes if node.op == "call_function" and not node.all_input_nodes]:
+        with graph.inserting_before(node):
+            node.replace_all_uses_with(graph.get_attr("held"))
+        graph.erase_node(node)
+    assert "ConstPropPass" in {one.__name__ for one in NeededPasses(program).passes}
 
 
 def test_the_filter_stays_where_a_linear_cannot_be_taken() -> None:

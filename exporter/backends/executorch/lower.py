@@ -20,6 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassResult
 
 from exporter.backends.executorch.frugal import weights_held_once
+from exporter.backends.executorch.graphs import graphs_kept_cheap
 from exporter.backends.executorch.inputs import quantized_inputs_shared
 from exporter.backends.executorch.means import means_as_products
 from exporter.backends.executorch.partition import partitions_by_bits
@@ -129,7 +130,7 @@ def lower(programs: Mapping[Method, ExportedProgram], path: Path) -> None:
         means_as_products(program)
     with (
         tempfile.TemporaryDirectory(dir=path.parent) as folder, quantized_inputs_shared(), needed_passes_only(),
-        weights_held_once(Path(folder)),
+        weights_held_once(Path(folder)), graphs_kept_cheap(),
     ):  # fmt: skip
         with partitions_by_bits():
             edge = to_edge_transform_and_lower(

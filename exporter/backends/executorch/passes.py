@@ -37,6 +37,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 TRIGGERS: dict[str, tuple[str, ...]] = {
     "ConvertToUpsampleBilinear2d": ("upsample",),
+    "ConvertToLinearPass": ("aten.mm", "aten.addmm", "aten.bmm"),
     "ConvertToSDPAPass": ("scaled_dot_product",),
     "FuseBatchNormPass": ("batch_norm",),
     "DecomposeBatchNorm": ("batch_norm",),
@@ -66,6 +67,9 @@ class NeededPasses(own.XNNPACKPassManager):
             self.passes = [one for one in self.passes if one.__name__ != "PropagateCustomMetaPass"]
         if not any("aten.cat" in str(node.target) and len(node.args[0]) > LARGEST_CONCATENATION for node in nodes):
             self.passes = [one for one in self.passes if one.__name__ != "DecomposeConcatenate"]
+        # An operator on numbers alone, or on a tensor that is no input, is what `ConstPropPass` computes.
+        if all(node.op in ("placeholder", "output") or node.all_input_nodes for node in nodes):
+            self.passes = [one for one in self.passes if one.__name__ != "ConstPropPass"]
 
 
 def is_needed(name: str, operators: set[str]) -> bool:
