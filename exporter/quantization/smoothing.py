@@ -102,9 +102,9 @@ def _factors(fourth: torch.Tensor, energy: torch.Tensor) -> torch.Tensor:
     """``fourth^(ALPHA / 4) / energy^((1 - ALPHA) / 2)``, all of ``[K]``, divided by their geometric mean, as powers of
     two; 1 where a channel or all that meets it is zero.
 
-    A token's int8 step follows its largest channels, what that costs the squares of the weights behind every channel.
-    Were the step the root mean square of a token, a half of the second moments' root would be the optimum; the fourth
-    moment minds the large channels more, and one token out of thousands does not decide as it does with ``max|x|``.
+    A token's int8 step follows its largest channels, and costs each channel the squares of its weights. Were the step a
+    token's root mean square, second moments with ALPHA a half would be best; fourth ones mind large channels more, and
+    one token of thousands does not decide as it does with ``max|x|``.
     """
     live = (fourth > 0) & (energy > 0)
     exponents = torch.where(live, ALPHA / 4 * fourth.log2() - (1 - ALPHA) / 2 * energy.log2(), 0.0)
