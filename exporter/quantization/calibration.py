@@ -61,10 +61,10 @@ def calibration_ids(tokenizer: Path, spec: TokenizerSpec, context: int) -> torch
 
 @dataclass
 class Inputs:
-    """What one input looked like: float32 ``max|x|`` of every channel ``[K]`` and, where asked for, the mean of
-    ``x x^T``, ``[K, K]``."""
+    """What one input looked like: the mean of ``x^4`` of every channel, float32 ``[K]``, and, where asked for, the mean
+    of ``x x^T``, ``[K, K]``."""
 
-    largest: torch.Tensor
+    fourth: torch.Tensor
     moments: torch.Tensor | None
 
     @classmethod
@@ -74,13 +74,13 @@ class Inputs:
     def see(self, x: torch.Tensor, total: int) -> None:
         """``x [1, Q, K]``, of `total` tokens in all."""
         rows = x[0]
-        self.largest = torch.maximum(self.largest, rows.abs().amax(0))
+        self.fourth += rows.square().square_().sum(0).div_(total)
         if self.moments is not None:
             self.moments.addmm_(rows.T, rows, alpha=1 / total)
 
     def divide(self, factors: torch.Tensor) -> None:
         """Channel k of the input is now divided by ``factors[k]``."""
-        self.largest = self.largest / factors
+        self.fourth = self.fourth / factors.pow(4)
         if self.moments is not None:
             self.moments.div_(factors[:, None]).div_(factors)
 

@@ -11,7 +11,7 @@ import torch
 
 from exporter.quantization.grids import INT4_MAX, INT4_MIN, row_blocks
 
-DAMP = 0.01
+DAMP = 0.1
 """Share of the mean second moment that is added to all of them: what was not seen is not to be trusted."""
 SEARCH_STEPS = 16
 ROWS_AT_A_TIME = 2048  # a group of them, transposed, stays in the cache
@@ -27,12 +27,24 @@ def int4_by_gptq(weight: torch.Tensor, moments: torch.Tensor, group_size: int) -
         moments: float32 ``[K, K]``, the mean of ``x x^T`` over inputs.
         group_size: K is a multiple of it.
     """
-    upper = _error_factors(moments)
+    groups, columns = _order(moments, group_size)
+    upper = _error_factors(moments[columns][:, columns])
     codes = torch.empty(weight.shape, dtype=torch.int8)
     scales = torch.empty(weight.shape[0], weight.shape[1] // group_size)
     for rows in row_blocks(weight, ROWS_AT_A_TIME):
-        codes[rows], scales[rows] = _round_rows(weight[rows], upper, group_size)
+        left = weight[rows].T.contiguous()[columns]  # gathered from the transposed view it takes three times as long
+        found, found_scales = _round_rows(left, upper, group_size)
+        codes[rows], scales[rows] = found[columns.argsort()].T, found_scales[groups.argsort()].T
     return codes, scales
+
+
+def _order(moments: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The groups ``[g]`` and their columns ``[K]`` in the order in which they are rounded: the largest inputs first,
+    for what is rounded last has nothing left to make up for it."""
+    seconds = moments.diagonal().view(-1, group_size)
+    groups = seconds.sum(1).argsort(descending=True, stable=True)
+    within = seconds[groups].argsort(descending=True, stable=True)
+    return groups, (groups[:, None] * group_size + within).flatten()
 
 
 def _error_factors(moments: torch.Tensor) -> torch.Tensor:
@@ -47,9 +59,9 @@ def _error_factors(moments: torch.Tensor) -> torch.Tensor:
     return torch.linalg.cholesky(inverse, upper=True).float()
 
 
-def _round_rows(weight: torch.Tensor, upper: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[n, K]`` to codes ``[n, K]`` and scales ``[n, g]``. Columns are rows here: what is worked on is contiguous."""
-    left = weight.T.contiguous()
+def _round_rows(left: torch.Tensor, upper: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Columns as rows, ``[K, n]``, so that what is worked on is contiguous, to codes ``[K, n]`` and scales ``[g, n]``.
+    `left` is what columns still to be rounded have become."""
     codes = torch.empty(left.shape, dtype=torch.int8)
     scales = torch.empty(left.shape[0] // group_size, left.shape[1])
     errors = torch.empty(group_size, left.shape[1])
@@ -64,7 +76,7 @@ def _round_rows(weight: torch.Tensor, upper: torch.Tensor, group_size: int) -> t
             torch.sub(column, code.mul_(scale), out=errors[j]).div_(within[j, j])
         left[end:].addmm_(upper[start:end, end:].T, errors, alpha=-1)
         scales[group] = scale
-    return codes.T, scales.T
+    return codes, scales
 
 
 def _cheapest_scale(group: torch.Tensor, costs: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from exporter.model.decoder import Decoder
 from exporter.quantization import grids
 from exporter.quantization.gptq import int4_by_gptq
 from exporter.quantization.modules import QuantizedLinear
-from exporter.spec import QuantizationSpec
+from exporter.spec import PRESETS, QuantizationSpec
 
 Int4 = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """float32 ``[N, K]`` to int8 codes ``[N, K]`` and float32 scales ``[N, g]``."""
@@ -36,7 +36,8 @@ def grid_of(name: str, spec: QuantizationSpec) -> str:
 
 
 def check_linears(decoder: Decoder, spec: QuantizationSpec) -> None:
-    """Refuse rules that name nothing and groups that do not divide, before any work.
+    """Refuse rules that name nothing and groups that do not divide, before any work. A model need not have
+    what a preset names.
 
     Raises:
         ConfigError: which.
@@ -44,7 +45,7 @@ def check_linears(decoder: Decoder, spec: QuantizationSpec) -> None:
     if spec.linear == "none":
         return
     names = linear_names(decoder)
-    for pattern in spec.keep_int8:
+    for pattern in () if spec in PRESETS.values() else spec.keep_int8:
         if not any(pattern in name for name in names):
             raise ConfigError(
                 "quantization.keep_int8",

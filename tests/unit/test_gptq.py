@@ -24,8 +24,22 @@ def weight_of(rows: int, columns: int, seed: int = 1) -> torch.Tensor:
 
 
 def by_definition(weight: np.ndarray, moments: np.ndarray, group_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Optimal Brain Quantizer in column order: round a column, let all later ones move by the minimum of the damped
-    quadratic error, strike the column from the inverse; a group's scale is chosen when its first column is due."""
+    """Optimal Brain Quantizer: round a column, let all later ones move by the minimum of the damped quadratic error,
+    strike the column from the inverse; a group's scale is chosen when its first column is due. Groups come in the order
+    of their inputs' second moments, the largest first, and so do the columns of a group."""
+    seconds = np.diag(moments)
+    sums = [seconds[g : g + group_size].sum() for g in range(0, len(seconds), group_size)]
+    groups = sorted(range(len(sums)), key=lambda g: -sums[g])
+    order = [
+        g * group_size + k
+        for g in groups
+        for k in sorted(range(group_size), key=lambda k: -seconds[g * group_size + k])
+    ]
+    codes, scales = in_this_order(weight[:, order], moments[np.ix_(order, order)], group_size)
+    return codes[:, np.argsort(order)], scales[:, np.argsort(groups)]
+
+
+def in_this_order(weight: np.ndarray, moments: np.ndarray, group_size: int) -> tuple[np.ndarray, np.ndarray]:
     weight = weight.astype(np.float64)
     moments = moments.astype(np.float64)
     inverse = np.linalg.inv(moments + DAMP * np.mean(np.diag(moments)) * np.eye(len(moments)))

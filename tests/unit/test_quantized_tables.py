@@ -11,6 +11,7 @@ import torch
 from executorch.backends.xnnpack.operators.node_visitor import NodeVisitor
 from tiny_models import (  # noqa: F401
     MLP,
+    MOE,
     SPECS,
     attention,
     decoder_of,
@@ -117,6 +118,21 @@ def test_presets_are_close_to_the_float_model(name: str, preset: str) -> None:
     again = quantized(spec, PRESETS[preset])
     for (key, ours), (other, theirs) in zip(decoder.state_dict().items(), again.state_dict().items(), strict=True):
         assert key == other and torch.equal(ours, theirs), key
+
+
+INT4 = {"accurate": set(), "balanced": set(), "small": {"q_proj", "o_proj", "gate_proj", "up_proj"}}
+
+
+@pytest.mark.parametrize("preset", INT4)
+def test_presets_give_four_bits_to_these_matrices_and_take_models_without_some(preset: str) -> None:
+    for spec in (TIED, SPECS["short convolution"], model(attention(8), feed_forward=MOE)):
+        named = [
+            (name.rpartition(".")[2], module)
+            for name, module in quantized(spec, PRESETS[preset]).named_modules()
+            if isinstance(module, QuantizedLinear) and name.startswith("layers.")
+        ]
+        own = INT4[preset] | ({"in_proj", "out_proj"} if preset == "small" else set())
+        assert {name for name, module in named if module.group_size is not None} == own & {name for name, _ in named}
 
 
 def test_more_int8_rows_than_the_vocabulary_has_are_an_int8_head() -> None:
