@@ -12,6 +12,7 @@
 
 #include "attention.h"
 #include "half.h"
+#include "int8.h"
 
 namespace ring {
 
@@ -186,9 +187,9 @@ void attend_tile(const Attention<E>& a, int64_t kv_head, int64_t begin_query) {
     const float* rows[kBlock];
     const int64_t count = visible_rows(a, tile, begin, std::min(limit, begin + kBlock), index, partial);
     if (!count) continue;
-    const auto fetch = [&](const E* all) {
+    const auto fetch = [&](const auto& all) {
       for (int64_t i = 0; i < count; ++i) {
-        const E* row = all + index[i] * a.row_size() + kv_head * a.head_dim;
+        const auto row = all + index[i] * a.row_size() + kv_head * a.head_dim;
         rows[i] = as_floats(row, a.head_dim, room + i * a.head_dim);
       }
     };
