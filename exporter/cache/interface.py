@@ -18,7 +18,7 @@ import torch
 Rows = tuple[torch.Tensor, torch.Tensor]
 """Keys and values as floats, ``[B, T, K, D]`` each."""
 States = tuple[torch.Tensor, ...]
-"""The tensors of one layer's state, or rows for each of them, ``[B, T, K, ...]`` (`cache.storage` says which there are).
+"""The tensors of one layer's state, or rows for each of them, ``[B, T, K, ...]`` (`cache.storage` says which they are).
 Caches hand rows to attention in this form: a kernel may read them as they are."""
 
 
