@@ -17,6 +17,7 @@ from exporter.config import load_config, read_yaml_model, resolve
 from exporter.plan import CONTEXTS, LayerState, model_states
 from exporter.quiet import native_stderr_hidden
 from exporter.spec import DTYPE_BYTES, Spec
+from exporter.spec.states import dtypes_in_words
 
 _SEE = "configs/architectures/"
 # Far beyond any model: what is larger is a slip of the keyboard, and sums stay within what a float can show.
@@ -26,6 +27,7 @@ Count = Annotated[StrictInt, Field(ge=1, le=10_000)]
 
 # bfloat16 counts bytes here; no program has such a cache yet.
 CACHE_BYTES = DTYPE_BYTES | {"bfloat16": 2}
+ArchitectureDType = Literal["float32", "float16", "bfloat16", "int8"]
 
 
 class ShortConvState(Spec):
@@ -65,7 +67,7 @@ class LayerRun(Spec):
         states = []
         if self.kind != "conv":
             assert self.num_key_value_heads is not None and self.head_dim is not None
-            row_bytes = 2 * self.num_key_value_heads * (self.head_dim * cache.element_bytes + cache.scale_bytes)
+            row_bytes = 2 * self.num_key_value_heads * cache.vector_bytes(self.kind, self.head_dim)
             slack = cache.ring_slack if self.kind == "sliding" else 0
             states.append(LayerState(layer, self.kind, row_bytes, self.window, slack))
         if self.short_conv is not None:
@@ -77,16 +79,14 @@ class LayerRun(Spec):
 class ArchitectureCache(Spec):
     """How the state is kept. An int8 cache has a float32 scale for each row and KV head, and float32 convolutions."""
 
-    dtype: Literal["float32", "float16", "bfloat16", "int8"] = "float32"
+    dtype: ArchitectureDType = "float32"
+    global_dtype: ArchitectureDType | None = None
     ring_slack: Annotated[StrictInt, Field(ge=0, le=_LARGEST)] = 0
 
-    @property
-    def element_bytes(self) -> int:
-        return CACHE_BYTES[self.dtype]
-
-    @property
-    def scale_bytes(self) -> int:
-        return CACHE_BYTES["float32"] if self.dtype == "int8" else 0
+    def vector_bytes(self, kind: Literal["sliding", "global"], head_dim: int) -> int:
+        """Of one key or value."""
+        dtype = (self.global_dtype or self.dtype) if kind == "global" else self.dtype
+        return head_dim * CACHE_BYTES[dtype] + (CACHE_BYTES["float32"] if dtype == "int8" else 0)
 
     @property
     def conv_bytes(self) -> int:
@@ -132,7 +132,7 @@ class Planned:
     """What to plan for. `max_context` is the most tokens that make sense, `usual_context` the most shown unasked."""
 
     name: str
-    cache_dtype: str
+    caches: str
     states: tuple[LayerState, ...]
     max_context: int
     usual_context: int
@@ -143,7 +143,7 @@ class Planned:
 
     @property
     def title(self) -> str:
-        return f"{self.name}: {self.layers} layers, {self.cache_dtype} caches"
+        return f"{self.name}: {self.layers} layers, {self.caches} caches"
 
 
 class _EitherFile(BaseModel):
@@ -177,7 +177,7 @@ def read_planned(path: Path, overrides: Mapping[str, Any] | None = None) -> Plan
         limit = architecture.max_context_length
         return Planned(
             name=architecture.name,
-            cache_dtype=architecture.cache.dtype,
+            caches=dtypes_in_words(architecture.cache.dtype, architecture.cache.global_dtype),
             states=architecture.states(),
             max_context=_LARGEST if limit is None else limit,
             usual_context=CONTEXTS[-1] if limit is None else limit,
@@ -190,7 +190,7 @@ def read_planned(path: Path, overrides: Mapping[str, Any] | None = None) -> Plan
     assert config.max_context_length is not None
     return Planned(
         name=config.name,
-        cache_dtype=config.cache.dtype,
+        caches=config.cache.caches,
         states=model_states(spec, config.cache),
         max_context=spec.max_position_embeddings,
         usual_context=config.max_context_length,

@@ -107,9 +107,10 @@ class ExportConfig(_Config):
     @model_validator(mode="after")
     def _caches_suit_the_targets(self) -> ExportConfig:
         others = [target for target in self.targets if target != "executorch"]
-        if self.cache.dtype == "int8" and others:
+        if "int8" in self.cache.dtypes.values() and others:
             raise ValueError(
-                f"cache.dtype float32 or float16 for the targets {', '.join(others)}: int8 caches are ExecuTorch's"
+                f"cache.dtype and cache.global_dtype float32 or float16 for the targets {', '.join(others)}: "
+                "int8 caches are ExecuTorch's"
             )
         return self
 

@@ -167,7 +167,7 @@ def bundle_table(manifest: Manifest) -> Table:
         "model": f"{model.family}, {len(model.layers)} layers, vocabulary {model.vocab_size}",
         "context / prefill chunk": f"{manifest.max_context_length} / {manifest.max_prefill_chunk}",
         "weights": "; ".join(map(_weights, manifest.programs)),
-        "cache": f"{manifest.cache.dtype}, growth: {manifest.cache.growth}, ring slack: {manifest.cache.ring_slack}",
+        "cache": f"{manifest.cache.caches}, growth: {manifest.cache.growth}, ring slack: {manifest.cache.ring_slack}",
         "versions": ", ".join(f"{name} {number}" for name, number in manifest.versions.items()),
     }
     for name, value in rows.items():

@@ -222,7 +222,7 @@ def check_same_source(manifest: Manifest, source: SourceSpec, config: ExportConf
     asked: list[tuple[str, object, object]] = [
         ("checkpoint files", source.files, manifest.source.files),
         ("quantization", config.quantization, manifest.quantization),
-        ("cache.dtype", config.cache.dtype, manifest.cache.dtype),
+        ("cache.dtype", config.cache.caches, manifest.cache.caches),
     ]
     for program in manifest.programs:
         if program.format != "executorch":

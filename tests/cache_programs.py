@@ -47,7 +47,7 @@ def compared_with_eager(bundle: Path) -> list[Comparison]:
 
 
 def assert_another_cache_is_refused(bundle: Path, dtype: str) -> None:
-    config = load_config(bundle.with_suffix(".yaml"), {"cache.dtype": "float32"})
+    config = load_config(bundle.with_suffix(".yaml"), {"cache.dtype": "float32", "cache.global_dtype": None})
     with pytest.raises(BundleError, match=rf"cache\.dtype float32 in the config; expected {dtype}"):
         pipeline.verify_bundle(bundle, config, Progress.silent())
 

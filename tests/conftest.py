@@ -112,6 +112,13 @@ def half_cache_bundle(exported: Callable[..., Path], tiny_checkpoint: Path) -> P
 
 
 @pytest.fixture(scope="session")
+def int8_global_cache_bundle(exported: Callable[..., Path], tiny_checkpoint: Path) -> Path:
+    """Float weights over float16 rings of window + 3 rows and int8 caches of global layers."""
+    cache = {"dtype": "float16", "global_dtype": "int8", "ring_slack": 3, "initial_rows": 16}
+    return exported(tiny_checkpoint, "int8_global_cache", cache=cache)
+
+
+@pytest.fixture(scope="session")
 def int4_bundle(exported: Callable[..., Path], tiny_checkpoint: Path) -> Path:
     return exported(tiny_checkpoint, "int4", quantization=INT4)
 

@@ -132,8 +132,9 @@ def decoder_of(
     initial_rows: int = 64,
     seed: int = 0,
     dtype: CacheDType = "float32",
+    global_dtype: CacheDType | None = None,
 ) -> Decoder:
-    policy = CachePolicy(ring_slack=slack, initial_rows=initial_rows, dtype=dtype)
+    policy = CachePolicy(ring_slack=slack, initial_rows=initial_rows, dtype=dtype, global_dtype=global_dtype)
     return randomize(Decoder(spec, state_specs(spec, policy, context), kernels_named(kernels)), seed)
 
 

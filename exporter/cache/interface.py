@@ -18,7 +18,8 @@ import torch
 Rows = tuple[torch.Tensor, torch.Tensor]
 """Keys and values as floats, ``[B, T, K, D]`` each."""
 States = tuple[torch.Tensor, ...]
-"""The tensors of one layer's state, or rows for each of them (`cache.storage` says which there are)."""
+"""The tensors of one layer's state, or rows for each of them, ``[B, T, K, ...]`` (`cache.storage` says which they are).
+Caches hand rows to attention in this form: a kernel may read them as they are."""
 
 
 class KVCache(Protocol):
@@ -34,7 +35,7 @@ class KVCache(Protocol):
         """Write the encoded rows of positions offset .. offset + Q - 1."""
         ...
 
-    def update_and_fetch(self, chunk: States, offset: int) -> Rows:
+    def update_and_fetch(self, chunk: States, offset: int) -> States:
         """Write first, then hand out the cache."""
         ...
 
@@ -44,8 +45,8 @@ class RingCache(KVCache, Protocol):
 
     window: int
 
-    def fetch_and_concat(self, chunk: States, offset: int) -> Rows:
-        """The rows of the ring as it stands and those of the chunk, ``[B, T, K, D]`` each; nothing is written.
+    def fetch_and_concat(self, chunk: States, offset: int) -> States:
+        """The rows of the ring as it stands and those of the chunk; nothing is written.
 
         `concat_mask` knows their order; slots that were never written may be left out."""
         ...
@@ -54,8 +55,8 @@ class RingCache(KVCache, Protocol):
         """Which of those rows each query of the chunk sees, bool ``[Q, T]``."""
         ...
 
-    def written(self, rows: Rows, count: int) -> Rows:
-        """`rows` of the ring, with those that hold none of the first `count` tokens as zeros."""
+    def written(self, rows: States, count: int) -> States:
+        """`rows` of the ring, with those that hold none of the first `count` tokens standing for zeros."""
         ...
 
 
@@ -79,15 +80,11 @@ class CacheKernels(Protocol):
 
     def full(self, states: Sequence[torch.Tensor]) -> KVCache: ...
 
-    def attend_masked(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, extras: Extras
-    ) -> torch.Tensor:
+    def attend_masked(self, query: torch.Tensor, rows: States, visible: torch.Tensor, extras: Extras) -> torch.Tensor:
         """Attention under a bool mask ``[Q, T]``, True where visible. Returns ``[B, Q, H, D]``."""
         ...
 
-    def attend_causal(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, offset: int, extras: Extras
-    ) -> torch.Tensor:
+    def attend_causal(self, query: torch.Tensor, rows: States, offset: int, extras: Extras) -> torch.Tensor:
         """Query i attends to rows 0 .. offset + i; later rows are never read. Returns ``[B, Q, H, D]``."""
         ...
 

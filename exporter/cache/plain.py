@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from exporter.cache import masks
-from exporter.cache.interface import Extras, Rows, States, check_single_query
+from exporter.cache.interface import Extras, States, check_single_query
 from exporter.cache.storage import FloatRows, HalfRows, Int8Rows, Storage
 
 
@@ -37,10 +37,9 @@ class RingKVCache(_Cache):
     def capacity(self) -> int:
         return int(self.states[0].shape[1])
 
-    def fetch_and_concat(self, chunk: States, offset: int) -> Rows:
-        held = self.written(self.storage.decode(self.states), offset)
-        keys, values = self.storage.decode(chunk)
-        return torch.cat([held[0], keys], 1), torch.cat([held[1], values], 1)
+    def fetch_and_concat(self, chunk: States, offset: int) -> States:
+        held = self.written(self.states, offset)
+        return tuple(torch.cat(pair, 1) for pair in zip(held, chunk, strict=True))
 
     def concat_mask(self, offset: int, query_len: int) -> torch.Tensor:
         return masks.concat_window_causal_mask(offset, query_len, self.capacity, self.window)
@@ -54,16 +53,15 @@ class RingKVCache(_Cache):
         for state, rows in zip(self.states, chunk, strict=True):
             state.copy_(torch.cat([state, rows], 1).index_select(1, source))
 
-    def written(self, rows: Rows, count: int) -> Rows:
-        """`rows` with those that hold none of the first `count` tokens as zeros (see `zero_unwritten`)."""
-        return zero_unwritten(rows[0], count), zero_unwritten(rows[1], count)
+    def written(self, rows: States, count: int) -> States:
+        return zeroed_but(masks.ring_positions(count, self.capacity) >= 0, rows)
 
-    def update_and_fetch(self, chunk: States, offset: int) -> Rows:
+    def update_and_fetch(self, chunk: States, offset: int) -> States:
         check_single_query(chunk[0].shape[1])
         slot = offset % self.capacity
         for state, row in zip(self.states, chunk, strict=True):
             state.narrow(1, slot, 1).copy_(row)
-        return self.storage.decode(self.states)
+        return self.states
 
 
 class FullKVCache(_Cache):
@@ -73,23 +71,19 @@ class FullKVCache(_Cache):
         for state, rows in zip(self.states, chunk, strict=True):
             state.narrow(1, offset, rows.shape[1]).copy_(rows)
 
-    def update_and_fetch(self, chunk: States, offset: int) -> Rows:
+    def update_and_fetch(self, chunk: States, offset: int) -> States:
         self.update(chunk, offset)
-        return self.storage.decode(self.states)
+        return self.states
 
 
-def zero_unwritten(ring: torch.Tensor, count: int) -> torch.Tensor:
-    """The ring ``[B, C, K, D]`` with every row that holds none of the first `count` tokens replaced by zeros.
+def zeroed_but(kept: torch.Tensor, rows: States) -> States:
+    """`rows` ``[B, T, K, ...]`` with zeros for those that `kept`, bool ``[T]``, denies.
 
-    A mask gives such a row weight 0, but 0 times what uninitialised memory holds may be NaN.
+    A mask gives such a row weight 0, but 0 times what uninitialised memory holds may be NaN. Integers stay as they are:
+    their scale is a zero.
     """
-    written = masks.ring_positions(count, ring.shape[1]) >= 0
-    return torch.where(written.view(1, -1, 1, 1), ring, 0.0)
-
-
-def zero_rows_from(cache: torch.Tensor, count: int) -> torch.Tensor:
-    """A cache ``[B, rows, K, D]`` in order of position with the rows from `count` on, not written yet, as zeros."""
-    return torch.where((torch.arange(cache.shape[1]) < count).view(1, -1, 1, 1), cache, 0.0)
+    kept = kept.view(1, -1, 1, 1)
+    return tuple(torch.where(kept, part, 0.0) if part.is_floating_point() else part for part in rows)
 
 
 def attention(
@@ -136,22 +130,16 @@ class PlainKernels:
     def full(self, states: Sequence[torch.Tensor]) -> FullKVCache:
         return FullKVCache(states, self.storage(states))
 
-    def attend_masked(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, extras: Extras
-    ) -> torch.Tensor:
-        return self.attention(query, keys, values, visible, extras)
+    def attend_masked(self, query: torch.Tensor, rows: States, visible: torch.Tensor, extras: Extras) -> torch.Tensor:
+        """The module's `attention` over rows as this implementation's storage decodes them."""
+        storage = self.storage(rows)
+        if extras.plain_softmax:
+            query = storage.round_query(query)
+        return attention(query, *storage.decode(rows), visible, extras)
 
-    def attend_causal(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, offset: int, extras: Extras
-    ) -> torch.Tensor:
+    def attend_causal(self, query: torch.Tensor, rows: States, offset: int, extras: Extras) -> torch.Tensor:
         """Every allocated row takes part under a mask: a slice of ``offset + Q`` rows could not be traced for all
         lengths, because torch.export tells a length of 1 from all others."""
-        count = offset + query.shape[1]
-        visible = masks.causal_mask(offset, query.shape[1], keys.shape[1])
-        return self.attention(query, zero_rows_from(keys, count), zero_rows_from(values, count), visible, extras)
-
-    def attention(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, extras: Extras
-    ) -> torch.Tensor:
-        """The module's, over rows as this implementation's storage decodes them."""
-        return attention(query, keys, values, visible, extras)
+        total, query_len = rows[0].shape[1], query.shape[1]
+        live = zeroed_but(torch.arange(total) < offset + query_len, rows)
+        return self.attend_masked(query, live, masks.causal_mask(offset, query_len, total), extras)

@@ -55,20 +55,20 @@ class Attention(torch.nn.Module):
         if window is None:
             full = self.kernels.full(states)
             rows = full.update_and_fetch(full.encode(keys, values), offset)
-            attended = self.kernels.attend_causal(query, *rows, offset, extras)
+            attended = self.kernels.attend_causal(query, rows, offset, extras)
         else:
             ring = self.kernels.ring(states, window)
             chunk, capacity = ring.encode(keys, values), states[0].shape[1]
             if not write_first:
                 rows = ring.fetch_and_concat(chunk, offset)
                 visible = ring.concat_mask(offset, query_len)
-                attended = self.kernels.attend_masked(query, *rows, visible, extras)
+                attended = self.kernels.attend_masked(query, rows, visible, extras)
                 ring.update(chunk, offset)
             elif capacity == window:  # softmax does not mind the order of slots: no mask
                 rows = ring.update_and_fetch(chunk, offset)
-                attended = self.kernels.attend_causal(query, *rows, masks.last_live_row(offset, capacity), extras)
+                attended = self.kernels.attend_causal(query, rows, masks.last_live_row(offset, capacity), extras)
             else:
                 rows = ring.update_and_fetch(chunk, offset)
                 visible = masks.ring_window_causal_mask(offset + 1, capacity, window)
-                attended = self.kernels.attend_masked(query, *ring.written(rows, offset + 1), visible, extras)
+                attended = self.kernels.attend_masked(query, ring.written(rows, offset + 1), visible, extras)
         return self.o_proj(attended.reshape(1, -1, heads * head_dim))

@@ -286,7 +286,7 @@ class Manifest(Spec):
     def is_quantized(self) -> bool:
         """Whether that program rounds: weights or activations, or the rows of its caches."""
         if self.program.format == "executorch":
-            return self.quantization.is_quantized or self.cache.dtype != "float32"
+            return self.quantization.is_quantized or any(state.dtype != "float32" for state in self.states)
         return self.program.weights != "float32" or any(state.dtype != "float32" for state in self.states)
 
     def with_states(self, states: Sequence[StateSpec]) -> Manifest:
@@ -295,7 +295,7 @@ class Manifest(Spec):
 
     def with_float_caches(self) -> Manifest:
         """The same program over float32 caches."""
-        cache = self.cache.model_copy(update={"dtype": "float32"})
+        cache = self.cache.model_copy(update={"dtype": "float32", "global_dtype": None})
         layout = LAYOUTS[self.program.format]
         states = state_specs(self.model, cache, self.max_context_length, layout, "float32")
         return self.model_copy(update={"cache": cache}).with_states(states)

@@ -67,23 +67,42 @@ def state_name(layer: int, role: StateRole) -> str:
     return f"layer_{layer}_{role}"
 
 
+CacheDType = Literal["float32", "float16", "int8"]
+
+
 class CachePolicy(Spec):
     """How the caller's state is laid out. `ring_slack` rows beyond the window buy that many tokens of rewind.
 
-    `dtype` is that of keys and values; int8 is symmetric per row and KV head, with float32 scales beside it. The few
-    rows of a convolution are float32 in any case. Formats in `STATE_DTYPES` keep to their own.
+    `dtype` is that of keys and values, `global_dtype` that of global layers where it differs; int8 is symmetric per row
+    and KV head, with float32 scales beside it. The few rows of a convolution are float32 in any case. Formats in
+    `STATE_DTYPES` keep to their own.
     """
 
-    dtype: Literal["float32", "float16", "int8"] = "float32"
+    dtype: CacheDType = "float32"
+    global_dtype: CacheDType | None = None
     ring_slack: int = Field(default=0, ge=0)
     initial_rows: int = Field(default=64, ge=1)
     growth: Literal["double", "1.5x"] = "double"
+
+    @property
+    def dtypes(self) -> dict[Literal["ring", "full"], CacheDType]:
+        """Of either kind of attention state."""
+        return {"ring": self.dtype, "full": self.global_dtype or self.dtype}
+
+    @property
+    def caches(self) -> str:
+        """The dtypes in words."""
+        return dtypes_in_words(self.dtype, self.global_dtype)
 
     def grown_rows(self, rows: int, needed: int, max_rows: int) -> int:
         """The rows a growing state takes next: the smallest step of the policy that holds `needed`."""
         while rows < needed:
             rows = rows * 2 if self.growth == "double" else rows + (rows + 1) // 2
         return min(rows, max_rows)
+
+
+def dtypes_in_words(dtype: str, global_dtype: str | None) -> str:
+    return dtype if global_dtype in (None, dtype) else f"{dtype} (global layers {global_dtype})"
 
 
 def cache_states(
@@ -148,7 +167,7 @@ def state_specs(
             kind, window = "ring", min(mixer.window, max_context_length)
             rows = max_rows = window + policy.ring_slack
         states += cache_states(
-            layer=index, kind=kind, rows=rows, max_rows=max_rows, window=window, dtype=dtype or policy.dtype,
+            layer=index, kind=kind, rows=rows, max_rows=max_rows, window=window, dtype=dtype or policy.dtypes[kind],
             row_shape=(mixer.num_key_value_heads, mixer.head_dim),
         )  # fmt: skip
     if layout == "static":

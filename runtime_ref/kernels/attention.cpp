@@ -19,5 +19,6 @@ void attend(const Attention<E>& a, const Parallel& parallel) {
 
 template void attend(const Attention<float>&, const Parallel&);
 template void attend(const Attention<Half>&, const Parallel&);
+template void attend(const Attention<int8_t>&, const Parallel&);
 
 }  // namespace ring

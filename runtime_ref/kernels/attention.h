@@ -10,18 +10,38 @@
 
 namespace ring {
 
-// `E` is float or Half: of everything but the mask.
+// Integers with a scale for every `head_dim` of them; goes on in numbers, as a pointer does, by multiples of that.
+struct Int8Rows {
+  const int8_t* integers;
+  const float* scales;
+  int64_t head_dim;
+
+  Int8Rows operator+(int64_t numbers) const { return {integers + numbers, scales + numbers / head_dim, head_dim}; }
+};
+
+template <typename E>
+struct Forms {
+  using Rows = const E*;
+  using Out = E*;
+};
+template <>
+struct Forms<int8_t> {
+  using Rows = Int8Rows;
+  using Out = float*;
+};
+
+// `E` is float or Half, of everything but the mask, or int8_t: then the result is float.
 template <typename E>
 struct Attention {
   int64_t query_len, rows, num_heads, num_kv_heads, head_dim;
-  const E* query;     // [Q, H, D]
-  const E* keys;      // [T, K, D]
-  const E* values;    // [T, K, D]
-  const float* mask;  // [Q, T], added to the scores, or null; -1e30 and below hides a row
-  int64_t start;      // without a mask: where the chunk stands among the rows
-  bool causal;        // without a mask: query i sees rows 0 .. start + i; otherwise all of 0 .. start + Q - 1
-  float scale;        // of the scores
-  E* out;             // [Q, H, D]
+  typename Forms<E>::Rows query;   // [Q, H, D]
+  typename Forms<E>::Rows keys;    // [T, K, D]
+  typename Forms<E>::Rows values;  // [T, K, D]
+  const float* mask;               // [Q, T], added to the scores, or null; -1e30 and below hides a row
+  int64_t start;                   // without a mask: where the chunk stands among the rows
+  bool causal;                     // without a mask: query i sees rows 0 .. start + i, or all of 0 .. start + Q - 1
+  float scale;                     // of the scores
+  typename Forms<E>::Out out;      // [Q, H, D]
 
   int64_t group() const { return num_heads / num_kv_heads; }
   int64_t row_size() const { return num_kv_heads * head_dim; }

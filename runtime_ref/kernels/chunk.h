@@ -12,6 +12,7 @@
 
 #include "attention.h"
 #include "half.h"
+#include "int8.h"
 #include "tile_bf16.h"
 #include "tile_float.h"
 
@@ -86,7 +87,7 @@ inline void tile_softmax(float* scores, int64_t count, Vec* largest, Vec* sums, 
   }
 }
 
-// What a tile's products are computed in: rows of float16 were rounded already.
+// What a tile's products are computed in: rows of float16 and int8 were rounded already.
 template <typename E>
 struct TileOf {
   using Type = FloatTile<E>;
@@ -94,7 +95,11 @@ struct TileOf {
 #if defined(__AVX512BF16__)
 template <>
 struct TileOf<Half> {
-  using Type = Bf16Tile;
+  using Type = Bf16Tile<Half>;
+};
+template <>
+struct TileOf<int8_t> {
+  using Type = Bf16Tile<int8_t>;
 };
 #endif
 
@@ -118,15 +123,9 @@ void begin_tile(const Attention<E>& a, int64_t kv_head, int64_t begin_query, Pro
     const int64_t global = begin_query + std::min(n, to.used - 1);
     to.tile.query_of[n] = global / group - to.tile.first;
     to.places[n] = (global / group * a.num_heads + kv_head * group + global % group) * a.head_dim;
-    for (int64_t d = 0; d < a.head_dim; d += line) __builtin_prefetch(a.query + to.places[n] + d);
+    for (int64_t d = 0; d < a.head_dim; d += line) __builtin_prefetch(numbers(a.query) + to.places[n] + d);
   }
-  static thread_local std::vector<float> scaled;
-  scaled.resize(a.head_dim);
-  for (int64_t n = 0; n < kTile; ++n) {
-    convert(a.query + to.places[n], scaled.data(), a.head_dim);
-    for (float& number : scaled) number *= a.scale * kLog2E;
-    products.set_query(which, n, scaled.data());
-  }
+  for (int64_t n = 0; n < kTile; ++n) products.set_query(which, n, a.query + to.places[n], a.scale * kLog2E);
   std::fill(to.out, to.out + a.head_dim * kTile, 0.0f);
   for (int v = 0; v < kTileVecs; ++v) {
     to.largest[v] = splat(kNever);
@@ -172,7 +171,7 @@ void attend_tiles(const Attention<E>& a, int64_t kv_head, int64_t begin_query) {
     bool partial[kBlock];
     const int64_t count = visible_rows(a, first, last, begin, std::min(limit, begin + kBlock), index, partial);
     if (!count) continue;
-    const E *keys[kBlock], *values[kBlock];
+    typename Forms<E>::Rows keys[kBlock], values[kBlock];
     for (int64_t i = 0; i < count; ++i) {
       const int64_t at = index[i] * a.row_size() + kv_head * a.head_dim;
       keys[i] = a.keys + at;

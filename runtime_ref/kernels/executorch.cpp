@@ -11,6 +11,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <optional>
 
 #include "attention.h"
 #include "half.h"
@@ -34,9 +35,11 @@ struct Replacement {
 };
 
 void custom_sdpa(KernelRuntimeContext& context, Span<EValue*> stack);
+void custom_quantized_sdpa(KernelRuntimeContext& context, Span<EValue*> stack);
 void to_dim_order_copy(KernelRuntimeContext& context, Span<EValue*> stack);
 
 Replacement attention{"llama::custom_sdpa.out", custom_sdpa, nullptr};
+Replacement quantized_attention{"llama::custom_quantized_sdpa.out", custom_quantized_sdpa, nullptr};
 Replacement conversion{"dim_order_ops::_to_dim_order_copy.out", to_dim_order_copy, nullptr};
 
 // What a kernel does not take is for the one that it replaced.
@@ -61,51 +64,107 @@ bool plain(const Tensor& t, ssize_t dim, ScalarType type) {
   return t.scalar_type() == type && t.dim() == dim && contiguous(t);
 }
 
-template <typename E>
-void attend(ring::Attention<E> a, const Tensor& query, const Tensor& keys, const Tensor& values, Tensor& out) {
-  a.query = static_cast<const E*>(query.const_data_ptr());
-  a.keys = static_cast<const E*>(keys.const_data_ptr());
-  a.values = static_cast<const E*>(values.const_data_ptr());
-  a.out = static_cast<E*>(out.mutable_data_ptr());
-  ring::attend(a, run_parallel);
-}
+// The first arguments of both operators: query, key, value, start_pos, attn_mask, dropout_p, is_causal, scale.
+struct Arguments {
+  explicit Arguments(Span<EValue*> stack)
+      : query(stack[0]->toTensor()), keys(stack[1]->toTensor()), values(stack[2]->toTensor()),
+        start(stack[3]->toInt()), mask(stack[4]->toOptional<Tensor>()), dropout(stack[5]->toDouble()),
+        causal(stack[6]->toBool()), scale(stack[7]->toOptional<double>()) {}
 
-// custom_sdpa(query, key, value, start_pos, attn_mask=None, dropout_p=0, is_causal=False, scale=None, *, out)
-void custom_sdpa(KernelRuntimeContext& context, Span<EValue*> stack) {
-  const Tensor query = stack[0]->toTensor(), keys = stack[1]->toTensor(), values = stack[2]->toTensor();
-  const int64_t start = stack[3]->toInt();
-  const auto mask = stack[4]->toOptional<Tensor>();
-  const double dropout = stack[5]->toDouble();
-  const bool causal = stack[6]->toBool();
-  const auto scale = stack[7]->toOptional<double>();
-  Tensor out = stack[8]->toTensor();
+  const Tensor query, keys, values;
+  const int64_t start;
+  const std::optional<Tensor> mask;
+  const double dropout;
+  const bool causal;
+  const std::optional<double> scale;
 
-  const int64_t query_len = query.dim() == 4 ? query.size(1) : 0;
-  const ScalarType type = query.scalar_type();
-  const bool ours = (type == ScalarType::Float || type == ScalarType::Half) && plain(query, 4, type) &&
-      plain(keys, 4, type) && plain(values, 4, type) && plain(out, 4, type) && query.size(0) == 1 &&
-      keys.size(0) == 1 && values.size(0) == 1 && keys.size(2) == values.size(2) && keys.size(1) == values.size(1) &&
-      keys.size(3) == query.size(3) && values.size(3) == query.size(3) && query.size(2) % keys.size(2) == 0 &&
-      query_len > 0 && dropout == 0.0 &&
-      (mask ? !causal && plain(*mask, 2, ScalarType::Float) && mask->size(0) == query_len &&
-                  mask->size(1) == keys.size(1)
-            : start >= 0 && start + query_len <= keys.size(1));
-  if (!ours) return pass_on(attention, context, stack);
-  if (executorch::runtime::resize_tensor(out, query.sizes()) != Error::Ok) return context.fail(Error::InvalidArgument);
-  const auto fill = [&](auto a) {
-    a.query_len = query_len;
+  // Whether our kernels take them, with everything but the mask of `type` and the result of `out_type`.
+  bool ours(ScalarType type, const Tensor& out, ScalarType out_type) const {
+    return plain(query, 4, type) && plain(keys, 4, type) && plain(values, 4, type) && plain(out, 4, out_type) &&
+        query.size(0) == 1 && keys.size(0) == 1 && values.size(0) == 1 && keys.size(2) == values.size(2) &&
+        keys.size(1) == values.size(1) && keys.size(3) == query.size(3) && values.size(3) == query.size(3) &&
+        query.size(2) % keys.size(2) == 0 && query.size(1) > 0 && dropout == 0.0 &&
+        (mask ? !causal && plain(*mask, 2, ScalarType::Float) && mask->size(0) == query.size(1) &&
+                    mask->size(1) == keys.size(1)
+              : start >= 0 && start + query.size(1) <= keys.size(1));
+  }
+
+  template <typename E>
+  void attend(
+      typename ring::Forms<E>::Rows own_query, typename ring::Forms<E>::Rows own_keys,
+      typename ring::Forms<E>::Rows own_values, Tensor& out) const {
+    ring::Attention<E> a;
+    a.query_len = query.size(1);
     a.rows = keys.size(1);
     a.num_heads = query.size(2);
     a.num_kv_heads = keys.size(2);
     a.head_dim = query.size(3);
+    a.query = own_query;
+    a.keys = own_keys;
+    a.values = own_values;
     a.mask = mask ? mask->const_data_ptr<float>() : nullptr;
     a.start = start;
     a.causal = causal;
     a.scale = scale ? static_cast<float>(*scale) : 1.0f / std::sqrt(static_cast<float>(a.head_dim));
-    attend(a, query, keys, values, out);
+    a.out = static_cast<typename ring::Forms<E>::Out>(out.mutable_data_ptr());
+    ring::attend(a, run_parallel);
+  }
+};
+
+template <typename E>
+const E* data(const Tensor& t) {
+  return static_cast<const E*>(t.const_data_ptr());
+}
+
+// custom_sdpa(..., *, out)
+void custom_sdpa(KernelRuntimeContext& context, Span<EValue*> stack) {
+  const Arguments given(stack);
+  Tensor out = stack[8]->toTensor();
+  const ScalarType type = given.query.scalar_type();
+  if (!(type == ScalarType::Float || type == ScalarType::Half) || !given.ours(type, out, type)) {
+    return pass_on(attention, context, stack);
+  }
+  if (executorch::runtime::resize_tensor(out, given.query.sizes()) != Error::Ok) {
+    return context.fail(Error::InvalidArgument);
+  }
+  const auto attend = [&](auto one) {
+    using E = decltype(one);
+    given.attend<E>(data<E>(given.query), data<E>(given.keys), data<E>(given.values), out);
   };
-  if (type == ScalarType::Float) fill(ring::Attention<float>{});
-  else fill(ring::Attention<ring::Half>{});
+  if (type == ScalarType::Float) attend(float{});
+  else attend(ring::Half{});
+}
+
+// Whether `scales` holds a float for every row and head of `integers`, and `zero_points` a zero.
+bool symmetric(const Tensor& integers, const EValue& zero_points, const EValue& scales) {
+  const auto zeros = zero_points.toOptional<Tensor>(), own = scales.toOptional<Tensor>();
+  if (!zeros || !own || !plain(*zeros, 4, ScalarType::Char) || !plain(*own, 4, ScalarType::Float)) return false;
+  for (ssize_t i = 0; i < 3; ++i) {
+    if (zeros->size(i) != integers.size(i) || own->size(i) != integers.size(i)) return false;
+  }
+  const int8_t* points = data<int8_t>(*zeros);
+  return zeros->size(3) == 1 && own->size(3) == 1 &&
+      (zeros->numel() == 0 || (points[0] == 0 && !std::memcmp(points, points + 1, zeros->numel() - 1)));
+}
+
+// custom_quantized_sdpa(..., q_zero_points=None, q_scales=None, k_zero_points=None, k_scales=None, v_zero_points=None,
+// v_scales=None, is_seq_at_dim_2=False, *, out)
+void custom_quantized_sdpa(KernelRuntimeContext& context, Span<EValue*> stack) {
+  const Arguments given(stack);
+  Tensor out = stack[15]->toTensor();
+  if (!given.ours(ScalarType::Char, out, ScalarType::Float) || stack[14]->toBool() ||
+      !symmetric(given.query, *stack[8], *stack[9]) || !symmetric(given.keys, *stack[10], *stack[11]) ||
+      !symmetric(given.values, *stack[12], *stack[13])) {
+    return pass_on(quantized_attention, context, stack);
+  }
+  if (executorch::runtime::resize_tensor(out, given.query.sizes()) != Error::Ok) {
+    return context.fail(Error::InvalidArgument);
+  }
+  const auto rows = [&](const Tensor& integers, const EValue& scales) {
+    return ring::Int8Rows{data<int8_t>(integers), scales.toTensor().const_data_ptr<float>(), integers.size(3)};
+  };
+  given.attend<int8_t>(
+      rows(given.query, *stack[9]), rows(given.keys, *stack[11]), rows(given.values, *stack[13]), out);
 }
 
 constexpr int64_t kPiece = 1 << 14;
@@ -161,6 +220,6 @@ bool use_kernel(Replacement& kernel, bool use) {
 
 int ring_use_kernels(int use) {
   bool all = true;
-  for (Replacement* kernel : {&attention, &conversion}) all = use_kernel(*kernel, use) && all;
+  for (Replacement* kernel : {&attention, &quantized_attention, &conversion}) all = use_kernel(*kernel, use) && all;
   return all;
 }

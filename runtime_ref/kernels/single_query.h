@@ -7,22 +7,21 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "attention.h"
 #include "half.h"
+#include "int8.h"
 
 namespace ring {
 
-constexpr int64_t kPart = 128;
 constexpr int kHeadsTogether = 4;
-constexpr int kRowsAhead = 8;
-constexpr int kRowsTogether = kRegisters == 32 ? 4 : 2;
 
-// scores[g * kPart + i] of rows i .. i + R - 1 for G heads.
+// dots[g * kPart + i] of rows i .. i + R - 1 with G heads of the query.
 template <int G, int R, typename E>
-inline void single_scores(
-    const Attention<E>& a, const float* query, const E* const* rows, const E* const* values, float* scores) {
+inline void single_dots(
+    const Attention<E>& a, const float* query, const E* const* rows, const E* const* values, float* dots) {
   // The rows have gone out of the caches since the last token, and the hardware follows them to the end of a page only.
   const int64_t row_size = a.row_size();
   constexpr int64_t line = 64 / sizeof(E);
@@ -51,15 +50,31 @@ inline void single_scores(
     Vec some[kWidth];
 #pragma GCC unroll 16
     for (int i = 0; i < kWidth; ++i) some[i] = begin + i < G * R ? sums[begin + i] : Vec{};
-    store(totals + begin, sums_of(some) * (a.scale * kLog2E));
+    store(totals + begin, sums_of(some));
   }
   for (int g = 0; g < G; ++g) {
     for (int r = 0; r < R; ++r) {
       float rest = 0.0f;
       for (int64_t e = d; e < a.head_dim; ++e) rest += query[g * a.head_dim + e] * to_float(rows[r][e]);
-      scores[g * kPart + r] = totals[g * R + r] + rest * (a.scale * kLog2E);
+      dots[g * kPart + r] = totals[g * R + r] + rest;
     }
   }
+}
+
+// Of `count` rows with the G heads from `head` on.
+template <int G, typename E>
+void part_dots(
+    const Attention<E>& a, [[maybe_unused]] int64_t head, const float* query, const E* const* keys,
+    const E* const* values, int64_t count, float* dots) {
+  if constexpr (kIntegerDots && std::is_same<E, int8_t>::value) {
+    const int8_t* integers = a.query.integers + head * a.head_dim;
+    return integer_dots<G>(a.head_dim, a.row_size(), integers, keys, values, count, dots);
+  }
+  int64_t i = 0;
+  for (; i + kRowsTogether <= count; i += kRowsTogether) {
+    single_dots<G, kRowsTogether>(a, query, keys + i, values + i, dots + i);
+  }
+  for (; i < count; ++i) single_dots<G, 1>(a, query, keys + i, values + i, dots + i);
 }
 
 // out[g][d .. d + N * kWidth) of all rows' weighted values.
@@ -82,35 +97,44 @@ inline void single_values(
   }
 }
 
-// What a part leaves for G heads: largest score [G], sum of weights [G], weighted values [G, D].
+// What a part leaves for the G heads from `head` on: largest score [G], sum of weights [G], weighted values [G, D].
 template <int G, typename E>
 void single_part(
-    const Attention<E>& a, const float* query, int64_t kv_head, int64_t begin, int64_t end, float* largest,
-    float* sums, float* out) {
-  const int64_t row_size = a.row_size();
+    const Attention<E>& a, int64_t head, const float* query, int64_t begin, int64_t end, float* largest, float* sums,
+    float* out) {
+  constexpr bool scaled = std::is_same<E, int8_t>::value;
+  const int64_t row_size = a.row_size(), kv_head = head / a.group();
   const E *keys[kPart], *values[kPart];
+  float key_scales[kPart], value_scales[kPart];
   int64_t index[kPart], count = 0;
   for (int64_t t = begin; t < end; ++t) {
     if (a.mask && !(a.mask[t] > kHidden)) continue;
-    keys[count] = a.keys + t * row_size + kv_head * a.head_dim;
-    values[count] = a.values + t * row_size + kv_head * a.head_dim;
+    keys[count] = numbers(a.keys) + t * row_size + kv_head * a.head_dim;
+    values[count] = numbers(a.values) + t * row_size + kv_head * a.head_dim;
+    if constexpr (scaled) {
+      key_scales[count] = a.keys.scales[t * a.num_kv_heads + kv_head];
+      value_scales[count] = a.values.scales[t * a.num_kv_heads + kv_head];
+    }
     index[count++] = t;
   }
   float scores[G * kPart];
+  part_dots<G>(a, head, query, keys, values, count, scores);
   int64_t i = 0;
-  for (; i + kRowsTogether <= count; i += kRowsTogether) {
-    single_scores<G, kRowsTogether>(a, query, keys + i, values + i, scores + i);
-  }
-  for (; i < count; ++i) single_scores<G, 1>(a, query, keys + i, values + i, scores + i);
   for (int g = 0; g < G; ++g) {
     float* own = scores + g * kPart;
+    float scale = a.scale * kLog2E;
+    if constexpr (scaled) {
+      scale *= a.query.scales[head + g];
+      for (i = 0; i < count; ++i) own[i] *= key_scales[i];
+    }
+    for (i = 0; i < count; ++i) own[i] *= scale;
     if (a.mask) {
       for (i = 0; i < count; ++i) own[i] += a.mask[index[i]] * kLog2E;
     }
-    float most = kNever;
-    for (i = 0; i < count; ++i) most = std::max(most, own[i]);
     for (i = count; i % kWidth; ++i) own[i] = kNever;
-    Vec total = {};
+    Vec all = splat(kNever), total = {};
+    for (int64_t v = 0; v < i; v += kWidth) all = larger(load(own + v), all);
+    const float most = largest_of(all);
     for (int64_t v = 0; v < i; v += kWidth) {
       const Vec weight = exp2_nonpositive(load(own + v) - splat(most));
       total += weight;
@@ -118,10 +142,15 @@ void single_part(
     }
     largest[g] = most;
     sums[g] = count ? sum(total) : 0.0f;
+    if constexpr (scaled) {
+      for (i = 0; i < count; ++i) own[i] *= value_scales[i];
+    }
   }
   int64_t d = 0;
   constexpr int kWide = 4;
-  for (; d + kWide * kWidth <= a.head_dim; d += kWide * kWidth) single_values<G, kWide>(a, values, count, d, scores, out);
+  for (; d + kWide * kWidth <= a.head_dim; d += kWide * kWidth) {
+    single_values<G, kWide>(a, values, count, d, scores, out);
+  }
   for (; d + kWidth <= a.head_dim; d += kWidth) single_values<G, 1>(a, values, count, d, scores, out);
   for (; d < a.head_dim; ++d) {
     for (int g = 0; g < G; ++g) {
@@ -141,7 +170,7 @@ void single_query(const Attention<E>& a, const Parallel& parallel) {
   // Of every part: largest [H], sum [H], values [H, D].
   const int64_t stride = a.num_heads * (a.head_dim + 2);
   std::vector<float> partial(parts * stride), query(a.num_heads * a.head_dim), attended(a.head_dim);
-  convert(a.query, query.data(), a.num_heads * a.head_dim);
+  convert(numbers(a.query), query.data(), a.num_heads * a.head_dim);
   parallel(parts * a.num_kv_heads, [&](int64_t task) {
     const int64_t part = task / a.num_kv_heads, kv_head = task % a.num_kv_heads;
     const int64_t begin = part * kPart, end = std::min(rows, begin + kPart);
@@ -153,10 +182,10 @@ void single_query(const Attention<E>& a, const Parallel& parallel) {
       float* sums = largest + a.num_heads;
       float* out = partial.data() + part * stride + 2 * a.num_heads + head * a.head_dim;
       switch (heads) {
-        case 1: single_part<1>(a, own, kv_head, begin, end, largest, sums, out); break;
-        case 2: single_part<2>(a, own, kv_head, begin, end, largest, sums, out); break;
-        case 3: single_part<3>(a, own, kv_head, begin, end, largest, sums, out); break;
-        default: single_part<4>(a, own, kv_head, begin, end, largest, sums, out);
+        case 1: single_part<1>(a, head, own, begin, end, largest, sums, out); break;
+        case 2: single_part<2>(a, head, own, begin, end, largest, sums, out); break;
+        case 3: single_part<3>(a, head, own, begin, end, largest, sums, out); break;
+        default: single_part<4>(a, head, own, begin, end, largest, sums, out);
       }
     }
   });

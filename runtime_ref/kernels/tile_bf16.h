@@ -1,12 +1,14 @@
 // The products of a tile in bfloat16 with sums in float32, two products a lane and instruction: twice what float32
-// does. For rows that were rounded when they were stored.
+// does. For rows that were rounded when they were stored. int8 is exact in it, and its scales come afterwards.
 #pragma once
 
 #if defined(__AVX512BF16__)
 
 #include <immintrin.h>
 
+#include "attention.h"
 #include "half.h"
+#include "int8.h"
 #include "tile.h"
 
 namespace ring {
@@ -70,8 +72,10 @@ inline void pair_values(
   }
 }
 
+template <typename E>
 class Bf16Tile {
  public:
+  using Rows = typename Forms<E>::Rows;
   static constexpr int kTogether = 2;
 
   // Rows are padded with zeros to whole vectors of pairs.
@@ -86,19 +90,21 @@ class Bf16Tile {
     weights_ = values_ + kBlock / 2 * padded_;
   }
 
-  // Lane n of tile `which`.
-  void set_query(int which, int64_t n, const float* query) {
+  // Lane n of tile `which`: the query times `factor`.
+  void set_query(int which, int64_t n, Rows query, float factor) {
     Pair* to = packed_ + which * padded_ / 2 * kTile + n;
+    if constexpr (kScaled) lane_factors_[which * kTile + n] = *query.scales * factor;
+    const Vec factors = splat(kScaled ? 1.0f : factor);
     for (int64_t d = 0; d < padded_; d += kWidth) {
       uint16_t lanes[kWidth];
-      const __m256i some = rounded(part(query, d));
+      const __m256i some = rounded(part(query, d) * factors);
       std::memcpy(lanes, &some, sizeof(lanes));
       for (int i = 0; i < kWidth; i += 2) to[(d + i) / 2 * kTile] = lanes[i] | Pair(lanes[i + 1]) << 16;
     }
   }
 
   // The rows that are next, at most kBlock.
-  void take(const Half* const* keys, const Half* const* values, int64_t count) {
+  void take(const Rows* keys, const Rows* values, int64_t count) {
     count_ = count;
     for (int64_t i = 0; i < count; ++i) {
       for (int64_t d = 0; d < padded_; d += kWidth) {
@@ -112,6 +118,12 @@ class Bf16Tile {
         _mm512_storeu_si512(values_ + i / 2 * padded_ + d, interleaved(part(values[i], d), second));
       }
     }
+    if constexpr (kScaled) {
+      for (int64_t i = 0; i < count; ++i) {
+        key_scales_[i] = *keys[i].scales;
+        value_scales_[i] = *values[i].scales;
+      }
+    }
   }
 
   // scores[i][tile] of every row.
@@ -121,6 +133,14 @@ class Bf16Tile {
     int64_t i = 0;
     for (; i + kSteps <= count_; i += kSteps) pair_scores<kSteps>(keys_ + i * pairs, pairs, packed, scores + i * kTile);
     for (; i < count_; ++i) pair_scores<1>(keys_ + i * pairs, pairs, packed, scores + i * kTile);
+    if constexpr (kScaled) {
+      for (i = 0; i < count_; ++i) {
+        for (int n = 0; n < kTile; n += kWidth) {
+          float* at = scores + i * kTile + n;
+          store(at, load(at) * load(lane_factors_ + which * kTile + n) * key_scales_[i]);
+        }
+      }
+    }
   }
 
   // out[d][tile] = out[d][tile] * keep[tile] + the rows' weighted values.
@@ -128,8 +148,12 @@ class Bf16Tile {
     for (int64_t i = 0; i < count_; i += 2) {
       for (int v = 0; v < kTileVecs; ++v) {
         const float* from = weights + i * kTile + v * kWidth;
-        const Vec second = i + 1 < count_ ? load(from + kTile) : Vec{};
-        _mm512_storeu_si512(weights_ + i / 2 * kTile + v * kWidth, interleaved(load(from), second));
+        Vec first = load(from), second = i + 1 < count_ ? load(from + kTile) : Vec{};
+        if constexpr (kScaled) {
+          first *= value_scales_[i];
+          if (i + 1 < count_) second *= value_scales_[i + 1];
+        }
+        _mm512_storeu_si512(weights_ + i / 2 * kTile + v * kWidth, interleaved(first, second));
       }
     }
     const int64_t pairs = (count_ + 1) / 2;
@@ -141,18 +165,22 @@ class Bf16Tile {
   }
 
  private:
-  // Numbers d .. d + kWidth of a row, zeros after its end.
-  template <typename E>
-  Vec part(const E* row, int64_t d) const {
-    if (d + kWidth <= head_dim_) return load(row + d);
+  static constexpr bool kScaled = std::is_same<E, int8_t>::value;
+
+  // Numbers d .. d + kWidth of a row without its scale, zeros after its end.
+  Vec part(Rows row, int64_t d) const {
+    const E* from = numbers(row);
+    if (d + kWidth <= head_dim_) return load(from + d);
     float some[kWidth] = {};
-    for (int64_t i = d; i < head_dim_; ++i) some[i - d] = to_float(row[i]);
+    for (int64_t i = d; i < head_dim_; ++i) some[i - d] = to_float(from[i]);
     return load(some);
   }
 
   int64_t head_dim_, padded_, count_ = 0;
   Pair *packed_, *keys_;  // pairs along D: queries, each tile [D/2, tile]; [kBlock, D/2]
   Pair *values_, *weights_;  // pairs of rows: [kBlock/2, D]; [kBlock/2, tile]
+  float lane_factors_[kScaled ? kTogether * kTile : 1], key_scales_[kScaled ? kBlock : 1];
+  float value_scales_[kScaled ? kBlock : 1];
 };
 
 }  // namespace ring

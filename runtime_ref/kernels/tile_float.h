@@ -3,7 +3,9 @@
 
 #include <type_traits>
 
+#include "attention.h"
 #include "half.h"
+#include "int8.h"
 #include "tile.h"
 
 namespace ring {
@@ -71,6 +73,7 @@ inline const float* as_floats(const Half* row, int64_t head_dim, float* room) {
 template <typename E>
 class FloatTile {
  public:
+  using Rows = typename Forms<E>::Rows;
   static constexpr int kTogether = std::is_same<E, float>::value ? 1 : 2;
 
   explicit FloatTile(int64_t head_dim) : head_dim_(head_dim) {
@@ -80,14 +83,15 @@ class FloatTile {
     room_ = packed_ + kTogether * head_dim * kTile;
   }
 
-  // Lane n of tile `which`.
-  void set_query(int which, int64_t n, const float* query) {
+  // Lane n of tile `which`: the query times `factor`.
+  void set_query(int which, int64_t n, Rows query, float factor) {
+    const float* from = as_floats(query, head_dim_, room_);
     float* to = packed_ + which * head_dim_ * kTile + n;
-    for (int64_t d = 0; d < head_dim_; ++d) to[d * kTile] = query[d];
+    for (int64_t d = 0; d < head_dim_; ++d) to[d * kTile] = from[d] * factor;
   }
 
   // The rows that are next, at most kBlock.
-  void take(const E* const* keys, const E* const* values, int64_t count) {
+  void take(const Rows* keys, const Rows* values, int64_t count) {
     count_ = count;
     for (int64_t i = 0; i < count; ++i) {
       keys_[i] = as_floats(keys[i], head_dim_, room_ + i * head_dim_);

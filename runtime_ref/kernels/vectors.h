@@ -6,6 +6,10 @@
 #include <cstring>
 #include <utility>
 
+#if defined(__AVX2__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 namespace ring {
 
 #if defined(__AVX512F__)
@@ -26,6 +30,19 @@ inline Vec load(const float* from) {
   Vec out;
   std::memcpy(&out, from, sizeof(Vec));
   return out;
+}
+
+inline Vec load(const int8_t* from) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(__AVX2__)
+  return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
+  typedef int8_t Narrow __attribute__((vector_size(kWidth)));
+  Narrow lanes;
+  std::memcpy(&lanes, from, sizeof(lanes));
+  return __builtin_convertvector(lanes, Vec);
+#endif
 }
 
 inline void store(float* to, Vec value) { std::memcpy(to, &value, sizeof(Vec)); }
@@ -60,6 +77,12 @@ inline float sum(Vec value) {
   float total = 0.0f;
   for (int i = 0; i < kWidth; ++i) total += value[i];
   return total;
+}
+
+inline float largest_of(Vec value) {
+  float most = value[0];
+  for (int i = 1; i < kWidth; ++i) most = value[i] > most ? value[i] : most;
+  return most;
 }
 
 // 2^x for x <= 0, and exactly 0 below 2^-126 (minus infinity included). The polynomial is the Taylor series of 2^f on

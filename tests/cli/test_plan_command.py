@@ -78,13 +78,18 @@ def test_what_docs_memory_says_is_printed(monkeypatch: pytest.MonkeyPatch, capfd
 
 
 def test_what_docs_int8_cache_says_is_printed(monkeypatch: pytest.MonkeyPatch, capfd: Capture) -> None:
-    """Both columns, over the same layers in either dtype."""
+    """Every column, over the same layers in any dtype."""
     arguments = (
         "--model", ROOT / "configs" / "architectures" / "gemma3_270m_int8.yaml", "--contexts", "512,8192,32768",
     )  # fmt: skip
     columns = [
         [row[4] for row in rows(monkeypatch, capfd, *arguments, *more)[:3]]
-        for more in (("--set", "cache.dtype=float32"), ())
+        for more in (
+            ("--set", "cache.dtype=float32"),
+            ("--set", "cache.dtype=float16"),
+            ("--set", "cache.dtype=float16", "--set", "cache.global_dtype=int8"),
+            (),
+        )
     ]
     document = (ROOT / "docs" / "int8-cache.md").read_text(encoding="utf-8")
     for context, *sizes in zip((512, 8192, 32768), *columns, strict=True):

@@ -18,7 +18,7 @@ from exporter.backends.coreai.checks import check_function, weights_stored_once
 from exporter.backends.coreai.convert import convert
 from exporter.backends.coreai.program import Asset, Function
 from exporter.cache import masks, plain
-from exporter.cache.interface import Rows, States
+from exporter.cache.interface import States
 from exporter.graph import ProgramContract
 from exporter.model import decoder as decoder_module
 from exporter.model.convolution import ShortConv
@@ -34,7 +34,7 @@ class FaultyRing(plain.RingKVCache):
 
     fault, index = "", 0
 
-    def fetch_and_concat(self, chunk: States, offset: int) -> Rows:
+    def fetch_and_concat(self, chunk: States, offset: int) -> States:
         if self.fault == "prefill writes first":
             self.update(chunk, offset)
         return super().fetch_and_concat(chunk, offset)
@@ -50,7 +50,7 @@ class FaultyRing(plain.RingKVCache):
         for state, rows in zip(written, chunk, strict=False):
             state.copy_(torch.cat([state, rows], 1).index_select(1, source))
 
-    def update_and_fetch(self, chunk: States, offset: int) -> Rows:
+    def update_and_fetch(self, chunk: States, offset: int) -> States:
         if self.fault == "main reads first":
             before = (self.states[0].clone(), self.states[1].clone())
             super().update_and_fetch(chunk, offset)
@@ -62,14 +62,14 @@ class FaultyRing(plain.RingKVCache):
             here = (torch.arange(self.capacity) == slot).view(1, -1, 1, 1)
             for state, row in zip(self.states, chunk, strict=True):
                 state.copy_(torch.where(here, row, state))
-            return self.storage.decode(self.states)
+            return self.states
         return super().update_and_fetch(chunk, offset)
 
 
 class FaultyFull(plain.FullKVCache):
     fault = ""
 
-    def update_and_fetch(self, chunk: States, offset: int) -> Rows:
+    def update_and_fetch(self, chunk: States, offset: int) -> States:
         if self.fault == "reads the global rows first":
             before = (self.states[0].clone(), self.states[1].clone())
             self.update(chunk, offset)
@@ -79,7 +79,7 @@ class FaultyFull(plain.FullKVCache):
             here = (torch.arange(self.states[0].shape[1]) - offset == shift).view(1, -1, 1, 1)
             for state, rows in zip(self.states, chunk, strict=True):
                 state.copy_(torch.where(here, rows, state))
-            return self.storage.decode(self.states)
+            return self.states
         return super().update_and_fetch(chunk, offset)
 
 

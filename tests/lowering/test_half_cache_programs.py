@@ -22,7 +22,7 @@ from exporter.backends.executorch import program
 from exporter.backends.executorch.cache import ExecutorchKernels
 from exporter.backends.executorch.lower import lower
 from exporter.bundle import read_bundle
-from exporter.cache import storage
+from exporter.cache.interface import Extras, States
 from exporter.graph import check_lowered, runtime_registry
 from exporter.inspection import inspect
 from exporter.model.decoder import Decoder
@@ -51,7 +51,8 @@ def test_every_check_holds_on_the_traced_programs_and_on_the_file(half_cache_bun
 class Widening(ExecutorchKernels):
     """A mutant: attention over a float32 copy of everything allocated."""
 
-    half_rows = storage.HalfRows()
+    def attend_causal(self, query: torch.Tensor, rows: States, offset: int, extras: Extras) -> torch.Tensor:
+        return super().attend_causal(query, self.storage(rows).decode(rows), offset, extras)
 
 
 def lowered_checks(decoder: Decoder, path: Path) -> list[CheckResult]:

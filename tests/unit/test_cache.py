@@ -92,6 +92,8 @@ class Layer:
     def oracle(self, rows: torch.Tensor) -> torch.Tensor:
         sinks = self.module.sinks if self.spec.sinks else None
         query, keys, values = self.split(rows)
+        if self.dtype == "int8" and not (self.spec.logit_softcap or sinks is not None):
+            query = self.seen(query)
         return attend(
             query, self.seen(keys), self.seen(values), self.spec.scale,
             window=self.window, softcap=self.spec.logit_softcap, sinks=sinks,

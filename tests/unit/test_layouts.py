@@ -123,11 +123,12 @@ def test_a_bundle_holds_a_program_a_format(tmp_path: Path) -> None:
         choose(bundle, "coreml")
 
 
-def test_int8_caches_are_executorchs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cache", ["dtype: int8", "global_dtype: int8", "dtype: int8, global_dtype: float16"])
+def test_int8_caches_are_executorchs(cache: str, tmp_path: Path) -> None:
     file = tmp_path / "tiny.yaml"
-    file.write_text("name: tiny\ncheckpoint: {path: w}\ntargets: [executorch, coreml]\ncache: {dtype: int8}\n")
+    file.write_text(f"name: tiny\ncheckpoint: {{path: w}}\ntargets: [executorch, coreml]\ncache: {{{cache}}}\n")
     with pytest.raises(
         ConfigError,
-        match=r"together; expected cache.dtype float32 or float16 for the targets coreml: int8 caches",
+        match=r"cache.dtype and cache.global_dtype float32 or float16 for the targets coreml: int8 caches",
     ):
         load_config(file)

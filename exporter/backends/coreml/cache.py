@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from exporter.cache import masks
-from exporter.cache.interface import Extras, Rows, States
+from exporter.cache.interface import Extras, States
 from exporter.cache.plain import FullKVCache, PlainKernels, RingKVCache
 from exporter.cache.storage import HalfRows
 
@@ -22,18 +22,17 @@ from exporter.cache.storage import HalfRows
 class CoremlRing(RingKVCache):
     """A ring whose unwritten rows are zeros already."""
 
-    def written(self, rows: Rows, count: int) -> Rows:
+    def written(self, rows: States, count: int) -> States:
         return rows
 
 
 class CoremlFull(FullKVCache):
     """A global layer's cache that hands out the live rows only."""
 
-    def update_and_fetch(self, chunk: States, offset: int) -> Rows:
+    def update_and_fetch(self, chunk: States, offset: int) -> States:
         self.update(chunk, offset)
         live = offset + chunk[0].shape[1]
-        keys, values = self.storage.decode([state[:, :live] for state in self.states])
-        return keys, values
+        return tuple(state[:, :live] for state in self.states)
 
 
 class CoremlKernels(PlainKernels):
@@ -43,17 +42,17 @@ class CoremlKernels(PlainKernels):
 
     def __init__(self, dtype: torch.dtype = torch.float16, softmax_dtype: torch.dtype = torch.float16) -> None:
         self.dtype, self.softmax_dtype = dtype, softmax_dtype
+        self.half_rows = HalfRows(dtype)
 
     def ring(self, states: Sequence[torch.Tensor], window: int) -> CoremlRing:
-        return CoremlRing(states, window, HalfRows(self.dtype))
+        return CoremlRing(states, window, self.half_rows)
 
     def full(self, states: Sequence[torch.Tensor]) -> CoremlFull:
-        return CoremlFull(states, HalfRows(self.dtype))
+        return CoremlFull(states, self.half_rows)
 
-    def attend_masked(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, extras: Extras
-    ) -> torch.Tensor:
+    def attend_masked(self, query: torch.Tensor, rows: States, visible: torch.Tensor, extras: Extras) -> torch.Tensor:
         """Matrix products of rank 3, the G query heads of a KV head stacked on the axis of queries."""
+        keys, values = self.half_rows.decode(rows)
         query_len, num_heads, head_dim = query.shape[1:]
         num_kv_heads = keys.shape[2]
         group = num_heads // num_kv_heads
@@ -73,12 +72,10 @@ class CoremlKernels(PlainKernels):
         attended = torch.matmul(weights, values[0].permute(1, 0, 2)).view(num_kv_heads, group, query_len, head_dim)
         return attended.permute(2, 0, 1, 3).reshape(1, query_len, num_heads, head_dim)
 
-    def attend_causal(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, offset: int, extras: Extras
-    ) -> torch.Tensor:
-        """`keys` are a global layer's live rows, or a full ring with the last row in use as `offset`."""
-        visible = masks.causal_mask(offset, query.shape[1], keys.shape[1])
-        return self.attend_masked(query, keys, values, visible, extras)
+    def attend_causal(self, query: torch.Tensor, rows: States, offset: int, extras: Extras) -> torch.Tensor:
+        """`rows` are a global layer's live ones, or a full ring with the last row in use as `offset`."""
+        visible = masks.causal_mask(offset, query.shape[1], rows[0].shape[1])
+        return self.attend_masked(query, rows, visible, extras)
 
 
 def hiding(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -17,18 +17,16 @@ from executorch.kernels import quantized  # noqa: F401  registers the out varian
 from torch.ao.quantization.fx import _decomposed  # noqa: F401  registers quantized_decomposed::*
 
 from exporter.cache import masks, plain, storage
-from exporter.cache.interface import Extras, Rows, States, check_single_query
+from exporter.cache.interface import Extras, States, check_single_query
 
 
 class RingKVCache(plain.RingKVCache):
     """`plain.RingKVCache` with in-place row writes."""
 
-    def fetch_and_concat(self, chunk: States, offset: int) -> Rows:
+    def fetch_and_concat(self, chunk: States, offset: int) -> States:
         """The chunk, then those slots alone that hold a token: a prompt's first chunk attends to nothing else."""
         rows = chunk[0].shape[1] + masks.held_slots(offset, self.capacity)
-        whole = self.storage.decode(tuple(torch.cat(pair, 1) for pair in zip(chunk, self.states, strict=True)))
-        keys, values = (part.narrow(1, 0, rows) for part in whole)
-        return keys, values
+        return tuple(torch.cat(pair, 1).narrow(1, 0, rows) for pair in zip(chunk, self.states, strict=True))
 
     def concat_mask(self, offset: int, query_len: int) -> torch.Tensor:
         return masks.chunk_first_window_causal_mask(offset, query_len, self.capacity, self.window)
@@ -40,12 +38,12 @@ class RingKVCache(plain.RingKVCache):
         for state, rows in zip(self.states, chunk, strict=True):
             torch.ops.llama.update_cache_with_indices(rows, state, start, slots)
 
-    def update_and_fetch(self, chunk: States, offset: int) -> Rows:
+    def update_and_fetch(self, chunk: States, offset: int) -> States:
         check_single_query(chunk[0].shape[1])
         slot = offset % self.capacity
         for state, row in zip(self.states, chunk, strict=True):
             torch.ops.llama.update_cache(row, state, slot)
-        return self.storage.decode(self.states)
+        return self.states
 
 
 class FullKVCache(plain.FullKVCache):
@@ -57,13 +55,13 @@ class FullKVCache(plain.FullKVCache):
 
 
 class Int8Rows(storage.Int8Rows):
-    """`storage.Int8Rows`, decoded by one kernel that XNNPACK leaves alone.
+    """`storage.Int8Rows`, decoded, where ``llama::custom_quantized_sdpa`` does not attend, by one kernel that XNNPACK
+    leaves alone.
 
     Plain aten's product becomes two steps: a conversion, which copies the whole state (the graph contract refuses it),
     and a product, which the partitioner has been seen to put into one delegate with the encoding of a row, perhaps the
-    very row that must be written before this read. The kernel makes a float copy of every row the caller allocated, in
-    memory planned for the longest context. ``llama::custom_quantized_sdpa`` needs none, but it wants the queries in
-    int8 too (docs/int8-cache.md).
+    very row that must be written before this read. The kernel makes a float copy of every row it is given, in memory
+    planned for the longest context.
     """
 
     def dequantize(self, integers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -73,27 +71,25 @@ class Int8Rows(storage.Int8Rows):
         )
 
 
-class HalfRows(storage.HalfRows):
-    """`storage.HalfRows` as they are: ``llama::custom_sdpa`` reads float16, given queries of the same dtype. A
-    conversion would copy every row the caller allocated."""
-
-    def decode(self, states: Sequence[torch.Tensor]) -> Rows:
-        keys, values = states
-        return keys, values
-
-
 def sdpa(
-    query: torch.Tensor, rows: Rows, scale: float, *, start: int = 0, mask: torch.Tensor | None = None
+    query: torch.Tensor, rows: States, scale: float, *, start: int = 0, mask: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Attention ``[1, Q, H, D]`` float32, under an additive mask ``[Q, T]`` or causal from row `start` on."""
-    keys, values = rows
-    attended = torch.ops.llama.custom_sdpa(query.to(keys.dtype), keys, values, start, mask, 0.0, mask is None, scale)
-    return attended.to(query.dtype)
+    """Plain softmax attention ``[1, Q, H, D]`` float32 over rows as they are kept, under an additive mask ``[Q, T]`` or
+    causal from row `start` on.
 
-
-def floats(keys: torch.Tensor, values: torch.Tensor) -> Rows:
-    """Decoded rows in float32."""
-    return (keys, values) if keys.dtype == torch.float32 else (keys.float(), values.float())
+    float16 rows are read with float16 queries, int8 ones with int8 queries: a conversion of rows would copy all that
+    the caller allocated.
+    """
+    options = (start, mask, 0.0, mask is None, scale)
+    if rows[0].dtype != torch.int8:
+        keys, values = rows
+        return torch.ops.llama.custom_sdpa(query.to(keys.dtype), keys, values, *options).to(query.dtype)
+    keys, key_scales, values, value_scales = rows
+    query, query_scales = storage.quantize_rows(query)
+    query_zeros, row_zeros = (torch.zeros_like(one, dtype=torch.int8) for one in (query_scales, key_scales))
+    return torch.ops.llama.custom_quantized_sdpa(
+        query, keys, values, *options, query_zeros, query_scales, row_zeros, key_scales, row_zeros, value_scales
+    )
 
 
 def batched_attention(
@@ -131,7 +127,6 @@ class ExecutorchKernels(plain.PlainKernels):
 
     name = "executorch"
     int8_rows = Int8Rows()
-    half_rows = HalfRows()
 
     def ring(self, states: Sequence[torch.Tensor], window: int) -> RingKVCache:
         return RingKVCache(states, window, self.storage(states))
@@ -139,34 +134,39 @@ class ExecutorchKernels(plain.PlainKernels):
     def full(self, states: Sequence[torch.Tensor]) -> FullKVCache:
         return FullKVCache(states, self.storage(states))
 
-    def attend_masked(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, extras: Extras
-    ) -> torch.Tensor:
+    def attend_masked(self, query: torch.Tensor, rows: States, visible: torch.Tensor, extras: Extras) -> torch.Tensor:
         if not extras.plain_softmax:
-            return super().attend_masked(query, keys, values, visible, extras)
-        return sdpa(query, (keys, values), extras.scale, mask=masks.additive(visible, query.dtype))
+            return super().attend_masked(query, rows, visible, extras)
+        return sdpa(query, rows, extras.scale, mask=masks.additive(visible, query.dtype))
 
-    def attend_causal(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, offset: int, extras: Extras
-    ) -> torch.Tensor:
+    def attend_causal(self, query: torch.Tensor, rows: States, offset: int, extras: Extras) -> torch.Tensor:
         if not extras.plain_softmax:
-            return super().attend_causal(query, keys, values, offset, extras)
-        return sdpa(query, (keys, values), extras.scale, start=offset)
-
-    def attention(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, extras: Extras
-    ) -> torch.Tensor:
-        return super().attention(query, *floats(keys, values), visible, extras)
+            return super().attend_causal(query, rows, offset, extras)
+        return sdpa(query, rows, extras.scale, start=offset)
 
 
 class StockKernels(ExecutorchKernels):
-    """Laid out for ExecuTorch's own ``llama::custom_sdpa``, which computes what a mask hides as well, and in a way of
-    its own: of a chunk, XNNPACK does that in two thirds of the time."""
+    """Laid out for ExecuTorch's own operators. ``llama::custom_sdpa`` computes what a mask hides as well, and in a way
+    of its own: of a chunk, XNNPACK does that in two thirds of the time. ``llama::custom_quantized_sdpa`` multiplies
+    number by number where the processor is none of ARM's: decoding int8 rows first takes half the time for a token and
+    a twentieth for a chunk."""
 
-    def attend_masked(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, extras: Extras
-    ) -> torch.Tensor:
+    def attend_masked(self, query: torch.Tensor, rows: States, visible: torch.Tensor, extras: Extras) -> torch.Tensor:
+        if not extras.plain_softmax:
+            return super().attend_masked(query, rows, visible, extras)
         # One query: a delegate that attended and encoded int8 rows would depend on itself through the decoding kernel.
-        if not extras.plain_softmax or query.shape[1] == 1:
-            return super().attend_masked(query, keys, values, visible, extras)
-        return batched_attention(query, *floats(keys, values), masks.additive(visible, query.dtype), extras.scale)
+        if query.shape[1] == 1:
+            return super().attend_masked(*self.decoded(query, rows), visible, extras)
+        kept, mask = self.storage(rows), masks.additive(visible, query.dtype)
+        return batched_attention(kept.round_query(query), *kept.decode(rows), mask, extras.scale)
+
+    def attend_causal(self, query: torch.Tensor, rows: States, offset: int, extras: Extras) -> torch.Tensor:
+        if extras.plain_softmax:
+            query, rows = self.decoded(query, rows)
+        return super().attend_causal(query, rows, offset, extras)
+
+    def decoded(self, query: torch.Tensor, rows: States) -> tuple[torch.Tensor, States]:
+        """int8 rows as floats, with the query that attends to them; others as they are."""
+        if rows[0].dtype != torch.int8:
+            return query, rows
+        return self.int8_rows.round_query(query), self.int8_rows.decode(rows)

@@ -1,0 +1,132 @@
+// Rows of int8 and their dot products with an int8 query.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "attention.h"
+#include "half.h"
+#include "vectors.h"
+
+namespace ring {
+
+constexpr int64_t kPart = 128;  // of the rows that one query sees
+constexpr int kRowsAhead = 8;
+constexpr int kRowsTogether = kRegisters == 32 ? 4 : 2;
+
+// A row [D] in float32, in `room`.
+inline const float* as_floats(Int8Rows row, int64_t head_dim, float* room) {
+  int64_t d = 0;
+  for (; d + kWidth <= head_dim; d += kWidth) store(room + d, load(row.integers + d) * *row.scales);
+  for (; d < head_dim; ++d) room[d] = row.integers[d] * *row.scales;
+  return room;
+}
+
+// The numbers behind rows, of integers without their scales.
+template <typename E>
+inline const E* numbers(const E* rows) { return rows; }
+inline const int8_t* numbers(Int8Rows rows) { return rows.integers; }
+
+typedef uint8_t Bytes __attribute__((vector_size(kWidth * 4)));
+
+// Every lane of `sums` plus the products of four numbers without a sign with four that have one.
+#if defined(__AVX512VNNI__)
+constexpr bool kIntegerDots = true;
+inline IntVec add_dots(IntVec sums, Bytes without, Bytes with) {
+  return (IntVec)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)without, (__m512i)with);
+}
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
+constexpr bool kIntegerDots = true;
+inline IntVec add_dots(IntVec sums, Bytes without, Bytes with) {
+  return (IntVec)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)without, (__m256i)with);
+}
+#else
+constexpr bool kIntegerDots = false;
+IntVec add_dots(IntVec sums, Bytes without, Bytes with);
+#endif
+
+inline Bytes load_bytes(const int8_t* from, int64_t count = sizeof(Bytes)) {
+  Bytes out = {};
+  std::memcpy(&out, from, count);
+  return out;
+}
+
+// dots[g * kPart + i] of rows i .. i + R - 1 with G heads of the query. Keys get 128 added, which takes their signs
+// away; `less` [G] starts every sum at what that adds.
+template <int G, int R>
+inline void integer_dots(
+    int64_t head_dim, int64_t row_size, const int8_t* query, const IntVec* less, const int8_t* const* keys,
+    const int8_t* const* values, float* dots) {
+  const Bytes sign = Bytes{} + uint8_t{128};
+  IntVec sums[G * R];
+#pragma GCC unroll 4
+  for (int g = 0; g < G; ++g) {
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) sums[g * R + r] = less[g];
+  }
+  constexpr int64_t width = sizeof(Bytes);
+  int64_t d = 0;
+  for (; d + width <= head_dim; d += width) {
+    if (d % 64 == 0) {
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        __builtin_prefetch(keys[r] + kRowsAhead * row_size + d);
+        __builtin_prefetch(values[r] + d);
+      }
+    }
+    Bytes key[R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) key[r] = load_bytes(keys[r] + d) ^ sign;
+#pragma GCC unroll 4
+    for (int g = 0; g < G; ++g) {
+      const Bytes q = load_bytes(query + g * head_dim + d);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) sums[g * R + r] = add_dots(sums[g * R + r], key[r], q);
+    }
+  }
+  if (d < head_dim) {
+    for (int r = 0; r < R; ++r) {
+      const Bytes key = load_bytes(keys[r] + d, head_dim - d) ^ sign;
+      for (int g = 0; g < G; ++g) {
+        sums[g * R + r] = add_dots(sums[g * R + r], key, load_bytes(query + g * head_dim + d, head_dim - d));
+      }
+    }
+  }
+  // Exact in float32 up to a head_dim of 1,000: a dot product of D numbers is at most 127 * 127 * D.
+  float totals[(G * R + kWidth - 1) / kWidth * kWidth];
+  for (int begin = 0; begin < G * R; begin += kWidth) {
+    Vec some[kWidth];
+#pragma GCC unroll 16
+    for (int i = 0; i < kWidth; ++i) {
+      some[i] = begin + i < G * R ? __builtin_convertvector(sums[begin + i], Vec) : Vec{};
+    }
+    store(totals + begin, sums_of(some));
+  }
+  for (int g = 0; g < G; ++g) {
+    for (int r = 0; r < R; ++r) dots[g * kPart + r] = totals[g * R + r];
+  }
+}
+
+// Of `count` rows.
+template <int G>
+void integer_dots(
+    int64_t head_dim, int64_t row_size, const int8_t* query, const int8_t* const* keys, const int8_t* const* values,
+    int64_t count, float* dots) {
+  const Bytes all_128 = Bytes{} + uint8_t{128};
+  IntVec less[G] = {};
+  for (int g = 0; g < G; ++g) {
+    for (int64_t d = 0; d < head_dim; d += sizeof(Bytes)) {
+      const int64_t left = head_dim - d;
+      const int64_t length = left < int64_t(sizeof(Bytes)) ? left : int64_t(sizeof(Bytes));
+      less[g] = add_dots(less[g], all_128, load_bytes(query + g * head_dim + d, length));
+    }
+    less[g] = -less[g];
+  }
+  int64_t i = 0;
+  for (; i + kRowsTogether <= count; i += kRowsTogether) {
+    integer_dots<G, kRowsTogether>(head_dim, row_size, query, less, keys + i, values + i, dots + i);
+  }
+  for (; i < count; ++i) integer_dots<G, 1>(head_dim, row_size, query, less, keys + i, values + i, dots + i);
+}
+
+}  // namespace ring

@@ -1,0 +1,233 @@
+"""``llama::custom_quantized_sdpa`` by the kernels of `runtime_ref/kernels` and by ExecuTorch's."""
+
+from __future__ import annotations
+
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from executorch.exir import to_edge
+from executorch.runtime import Runtime, Verification
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import int8_rows
+from test_ring_kernels import BOUND, HEADS, QUERIES, ROWS, SCALE, definition, tensors
+from torch import Tensor
+from torch.export import Dim, export
+
+from runtime_ref.programs import pte, ring_kernels
+from runtime_ref.programs.ring_kernels import SOURCES, use_ring_kernels
+
+pte.prepare()
+Quantized = tuple[Tensor, ...]
+"""Query, keys and values as integers, each followed by its scales."""
+
+
+class Attention(torch.nn.Module):
+    """Causal over as many rows as the last argument is long, or under a mask."""
+
+    def __init__(self, masked: bool, zero_point: int) -> None:
+        super().__init__()
+        self.masked, self.zero_point = masked, zero_point
+
+    def forward(  # noqa: PLR0917  as the operator has them
+        self, q: Tensor, q_scales: Tensor, k: Tensor, k_scales: Tensor, v: Tensor, v_scales: Tensor,
+        last: Tensor,
+    ) -> Tensor:  # fmt: skip
+        options = (0, last, 0.0, False, SCALE) if self.masked else (last.shape[0] - 1, None, 0.0, True, SCALE)
+        zeros = [torch.full_like(one, self.zero_point, dtype=torch.int8) for one in (q_scales, k_scales, v_scales)]
+        return torch.ops.llama.custom_quantized_sdpa(
+            q, k, v, *options, zeros[0], q_scales, zeros[1], k_scales, zeros[2], v_scales
+        )
+
+
+def quantized(parts: tuple[Tensor, Tensor, Tensor]) -> Quantized:
+    return tuple(tensor for part in parts for tensor in int8_rows(part))
+
+
+def floats(given: Quantized) -> tuple[Tensor, Tensor, Tensor]:
+    q, q_scales, k, k_scales, v, v_scales = given
+    return q * q_scales, k * k_scales, v * v_scales
+
+
+@cache
+def program(heads: tuple[int, int, int], single: bool, masked: bool, zero_point: int) -> bytes:
+    by_query = {} if single else {1: Dim("query_len", min=2, max=200)}
+    by_row = {1: Dim("rows", min=2, max=600)}
+    example = quantized(tensors(heads, 1 if single else 7, 300, 0))
+    query_len = example[0].shape[1]
+    last = torch.zeros(query_len, 300) if masked else torch.zeros(9)
+    by_last = {0: Dim("before", min=2, max=601)}
+    if masked:
+        by_last = {1: by_row[1]} if single else {0: by_query[1], 1: by_row[1]}
+    shapes = [by_query, by_query, *[by_row] * 4, by_last]
+    traced = export(Attention(masked, zero_point), (*example, last), dynamic_shapes=shapes, strict=False)
+    return to_edge(traced).to_executorch().buffer
+
+
+@cache
+def method(heads: tuple[int, int, int], single: bool, masked: bool, zero_point: int, ring: bool):  # type: ignore[no-untyped-def]
+    assert use_ring_kernels(ring) == ring
+    data = program(heads, single, masked, zero_point)
+    return Runtime.get().load_program(data, verification=Verification.Minimal).load_method("forward")
+
+
+def run(given: Quantized, last: Tensor, ring: bool = True, zero_point: int = 0) -> Tensor:
+    heads = (given[0].shape[2], given[2].shape[2], given[0].shape[3])
+    loaded = method(heads, given[0].shape[1] == 1, last.dim() == 2, zero_point, ring)
+    return loaded.execute([*given, last])[0].clone()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    heads=st.sampled_from(HEADS), query_len=QUERIES, rows=ROWS, spare=st.integers(0, 9), seed=st.integers(0, 9),
+    ring=st.booleans(),
+)  # fmt: skip
+def test_causal_attention_is_the_definition_and_reads_no_later_row(
+    *, heads: tuple[int, int, int], query_len: int, rows: int, spare: int, seed: int, ring: bool
+) -> None:
+    rows = max(rows, query_len + 1)
+    start = rows - query_len
+    given = quantized(tensors(heads, query_len, rows + spare, seed))
+    added = torch.full((query_len, rows + spare), -torch.inf)
+    for i in range(query_len):
+        added[i, : start + i + 1] = 0.0
+    wanted = definition(*floats(given), added)
+    for place in (2, 4):
+        given[place][:, rows:], given[place + 1][:, rows:] = -128, torch.nan
+    torch.testing.assert_close(run(given, torch.zeros(start + 1), ring), wanted, rtol=0, atol=BOUND)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    heads=st.sampled_from(HEADS), sizes=st.tuples(QUERIES, ROWS), share=st.sampled_from((0.02, 0.5, 1.0)),
+    hidden=st.sampled_from((-torch.inf, torch.finfo(torch.float32).min / 2)), seed=st.integers(0, 9),
+    ring=st.booleans(),
+)  # fmt: skip
+def test_masked_attention_is_the_definition_and_ours_reads_no_row_that_all_are_denied(
+    *, heads: tuple[int, int, int], sizes: tuple[int, int], share: float, hidden: float, seed: int, ring: bool
+) -> None:
+    query_len, rows = sizes
+    given = quantized(tensors(heads, query_len, rows, seed))
+    generator = torch.Generator().manual_seed(seed)
+    visible = torch.rand(query_len, rows, generator=generator) < share
+    visible[torch.arange(query_len), torch.randint(rows, (query_len,), generator=generator)] = True  # one at least
+    added = torch.randn(query_len, rows, generator=generator) * (seed % 2)  # a mask may weigh as well
+    wanted = definition(*floats(given), torch.where(visible, added, -torch.inf))
+    if ring:
+        for place in (3, 5):
+            given[place][:, ~visible.any(0)] = torch.nan
+    torch.testing.assert_close(run(given, torch.where(visible, added, hidden), ring), wanted, rtol=0, atol=BOUND)
+
+
+@pytest.mark.parametrize("query_len", [1, 5])
+def test_a_query_that_sees_nothing_gets_zeros(query_len: int) -> None:
+    mask = torch.zeros(query_len, 40)
+    mask[query_len // 2] = -torch.inf
+    got = run(quantized(tensors(HEADS[1], query_len, 40, 0)), mask)
+    assert torch.equal(got[:, query_len // 2], torch.zeros_like(got[:, 0]))
+    assert bool(got.isfinite().all()) and (query_len == 1 or float(got[:, 0].abs().max()) > 0)
+
+
+@pytest.mark.parametrize("query_len", [1, 5])
+def test_the_largest_integers_of_either_sign_are_multiplied_exactly(query_len: int) -> None:
+    """Also -128, which the exporter's quantiser never makes but another's may."""
+    for query, key in ((127, 127), (-127, 127), (127, -128), (-128, -128)):
+        q, k = torch.full((1, query_len, 4, 256), query), torch.full((1, 40, 1, 256), key)
+        k[:, 20:] += 1
+        v = torch.randint(-127, 128, k.shape, generator=torch.Generator().manual_seed(0))
+        scales = [torch.full((*one.shape[:-1], 1), size) for one, size in ((q, 1e-3), (k, 2e-3), (v, 1e-2))]
+        parts = [one.to(torch.int8) for one in (q, k, v)]
+        given = tuple(tensor for pair in zip(parts, scales, strict=True) for tensor in pair)
+        added = torch.zeros(query_len, 40)
+        torch.testing.assert_close(run(given, added), definition(*floats(given), added), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("query_len", [1, 4])
+def test_zero_points_other_than_zero_go_to_executorchs_own(query_len: int) -> None:
+    """A mask gives row 20 to no query: theirs computes it all the same, ours does not."""
+    given = quantized(tensors(HEADS[1], query_len, 30, 0))
+    mask = torch.zeros(query_len, 30)
+    ours, stock = (run(given, mask, ring, zero_point=3) for ring in (True, False))
+    assert torch.equal(ours, stock) and float((ours - run(given, mask)).abs().max()) > 1e-2
+    mask[:, 20] = -torch.inf
+    given[3][:, 20] = given[5][:, 20] = torch.nan
+    assert bool(run(given, mask).isfinite().all()) and not bool(run(given, mask, ring=False).isfinite().all())
+
+
+def test_the_number_of_threads_changes_no_bit() -> None:
+    from executorch.extension.pybindings import portable_lib
+
+    before, results = portable_lib._threadpool_get_thread_count(), []
+    try:
+        for threads in (1, 2):
+            portable_lib._unsafe_reset_threadpool(threads)
+            for query_len in (1, 40):
+                given = quantized(tensors(HEADS[1], query_len, 300, 3))
+                results.append(run(given, torch.zeros(300 - query_len + 1)))
+    finally:
+        portable_lib._unsafe_reset_threadpool(before)
+    assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[3])
+
+
+DIRECT = """
+#include "attention.h"
+#include <cmath>
+#include <cstdio>
+#include <vector>
+using namespace ring;
+int main() {
+  double worst = 0;
+  for (int64_t D : {5, 16, 40, 64, 100, 256}) for (int64_t G : {1, 3, 4, 6}) for (int64_t T : {1, 2, 3, 127, 300}) {
+    const int64_t K = 2, H = K * G;
+    std::vector<int8_t> q(H * D), k(T * K * D), v(T * K * D);
+    std::vector<float> qs(H), ks(T * K), vs(T * K), out(H * D);
+    unsigned state = D * 1000 + G * 100 + T;
+    const auto next = [&] { return int(state = state * 1664525u + 1013904223u) >> 24; };  // -128 .. 127
+    for (auto* all : {&q, &k, &v}) for (auto& x : *all) x = next();
+    for (auto* all : {&qs, &ks, &vs}) for (auto& x : *all) x = (next() + 200) * 5e-5f;
+    Attention<int8_t> a{1, T, H, K, D, {q.data(), qs.data(), D}, {k.data(), ks.data(), D}, {v.data(), vs.data(), D},
+                        nullptr, T - 1, true, 0.1f, out.data()};
+    attend(a, [](int64_t count, const std::function<void(int64_t)>& task) {
+      for (int64_t i = 0; i < count; ++i) task(i);
+    });
+    for (int64_t h = 0; h < H; ++h) {
+      std::vector<double> w(T);
+      double total = 0;
+      for (int64_t t = 0; t < T; ++t) {
+        double dot = 0;
+        for (int64_t d = 0; d < D; ++d) dot += q[h * D + d] * k[(t * K + h / G) * D + d];
+        total += w[t] = std::exp(0.1 * dot * qs[h] * ks[t * K + h / G]);
+      }
+      for (int64_t d = 0; d < D; ++d) {
+        double wanted = 0;
+        for (int64_t t = 0; t < T; ++t) {
+          wanted += w[t] / total * v[(t * K + h / G) * D + d] * vs[t * K + h / G];
+        }
+        worst = std::fmax(worst, std::fabs(wanted - out[h * D + d]));
+      }
+    }
+  }
+  std::printf("%g", worst);
+}
+"""
+X86 = ("-march=x86-64", "-march=x86-64-v3", "-march=x86-64-v3 -mavxvnni", "-march=skylake-avx512")
+
+
+@pytest.mark.parametrize("flag", [ring_kernels.NATIVE, *X86])
+def test_every_width_of_vectors_and_dot_products_of_integers_or_of_floats(flag: str, tmp_path: Path) -> None:
+    tool = ring_kernels.compiler()
+    assert tool is not None
+    source, binary = tmp_path / "direct.cpp", tmp_path / "direct"
+    source.write_text(DIRECT)
+    files = [str(SOURCES / "attention.cpp"), str(source), "-o", str(binary), f"-I{SOURCES}"]
+    command = [tool, "-std=c++17", "-O2", *flag.split(), *files]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    if built.returncode:
+        pytest.skip(f"no {flag} here: {built.stderr.splitlines()[0]}")
+    done = subprocess.run([binary], capture_output=True, text=True, check=False)
+    if done.returncode < 0:
+        pytest.skip(f"this processor has no {flag}")
+    assert float(done.stdout) < BOUND
