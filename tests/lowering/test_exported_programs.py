@@ -103,9 +103,9 @@ def test_the_program_of_main_refuses_a_chunk_and_prefill_a_single_token(tiny_bun
 
 @pytest.mark.parametrize("name", QUANTIZED_BUNDLES)
 def test_quantised_programs_equal_eager_until_a_rounding_differs(request: pytest.FixtureRequest, name: str) -> None:
-    """A single first token meets no borderline value here: the same integers on both sides, so float accuracy."""
+    """These tokens meet no borderline value: the same integers on both sides, so float accuracy."""
     session, eager = sessions(request.getfixturevalue(name))
-    for token in range(0, 256, 16):
+    for token in range(4, 256, 16):
         session.reset()
         eager.reset()
         torch.testing.assert_close(session.decode(token), eager.decode(token), atol=LOGITS, rtol=0)

@@ -91,7 +91,7 @@ def attended(query: Tensor, keys: Tensor, values: Tensor, added: Tensor) -> Tens
 
 @cache
 def multiplies_in_bfloat16() -> bool:
-    """Whether this processor's chunks over float16 rows are multiplied in bfloat16."""
+    """Whether this processor's chunks over float16 and int8 rows are multiplied in bfloat16."""
     tool = ring_kernels.compiler()
     assert tool is not None
     macros = [tool, ring_kernels.NATIVE, "-dM", "-E", "-x", "c++", "/dev/null"]
@@ -99,21 +99,26 @@ def multiplies_in_bfloat16() -> bool:
 
 
 def assert_attends(got: Tensor, query: Tensor, keys: Tensor, values: Tensor, added: Tensor) -> None:
-    """`got` is what attention should be: in float32, or of operands that were rounded to bfloat16.
-
-    The queries are rounded with the scale and the logarithm's base in them, and the weights as well: half a unit in
-    the last place of eight bits, 2^-8 of each weight."""
+    """`got` is what attention should be: in float32, or of operands that were rounded to bfloat16, the queries with the
+    scale and the logarithm's base in them."""
     if got.dtype == torch.float32 or query.shape[1] == 1 or not multiplies_in_bfloat16():
         return assert_is(got, definition(query, keys, values, added))
     factor = torch.tensor(SCALE) * torch.tensor(1.44269504)
     rounded = (query.float() * factor).bfloat16().double() / 1.44269504
     k, v = keys.bfloat16().double(), values.bfloat16().double()
     wanted, spread = attended(rounded, k, v, added), attended(rounded, k, v.abs(), added)
-    error = (got.float() - wanted).abs()
-    assert bool((error <= BOUND + HALF * wanted.abs() + 2**-8 * spread).all()), float(error.max())
+    assert_weighs(got, wanted, spread)
     # The mean error of so many roundings is far below its bound.
-    assert float((error / (BOUND + spread)).mean()) < 2**-9
+    assert float(((got.float() - wanted).abs() / (BOUND + spread)).mean()) < 2**-9
     return None
+
+
+def assert_weighs(got: Tensor, wanted: Tensor, spread: Tensor) -> None:
+    """`got` is `wanted` but for weights rounded to bfloat16: half a unit in the last place of eight bits, 2^-8 of each
+    weight, and of `spread`, what they weigh were it all of one sign."""
+    error = (got.float() - wanted).abs()
+    rounding = HALF * wanted.abs() if got.dtype == torch.float16 else 0.0
+    assert bool((error <= BOUND + rounding + 2**-8 * spread).all()), float(error.max())
 
 
 def tensors(
