@@ -96,7 +96,7 @@ def test_verify_refuses_another_checkpoint(
         ({"checkpoint": {"path": "nowhere"}}, "nowhere"),
         ({"max_context_length": 161}, "at most 160"),
         ({"sliding": True}, "unknown key 'sliding'"),
-        ({"cache": {"rows": 4}}, "in cache one of dtype, growth, initial_rows, ring_slack"),
+        ({"cache": {"rows": 4}}, "in cache one of dtype, global_dtype, growth, initial_rows, ring_slack"),
         ({"quantization": {"linear": "int4", "group_size": 96}}, "96"),
     ],
 )
