@@ -22,8 +22,8 @@ from exporter.errors import UnsupportedModelError
 from exporter.quantization import quantize
 from exporter.quantization.modules import QuantizedLinear
 from exporter.spec import QuantizationSpec
-from runtime_ref.programs.file_pages import nothing_locked, release_file_pages
-from runtime_ref.programs.pte import PteProgram, _loaded, one_torch_thread, prepare
+from runtime_ref.programs.file_pages import FilePages, nothing_locked
+from runtime_ref.programs.pte import TOKENS_OF_PAGES, PteProgram, _loaded, one_torch_thread, prepare
 from runtime_ref.programs.ring_kernels import loading
 from runtime_ref.programs.xnnpack import BACKEND, WEIGHT_CACHE, BackendOption, share_packed_weights
 
@@ -87,9 +87,24 @@ def test_the_pages_of_a_file_are_let_go_and_can_be_read_again(tmp_path: Path) ->
         two = mmap.mmap(second.fileno(), 0, access=mmap.ACCESS_READ)
         assert one[:] == two[:]
         assert resident_kilobytes(path) == resident_kilobytes(other) == 1024
-        release_file_pages(path)
+        FilePages(path).release()
         assert resident_kilobytes(path) == 0 and resident_kilobytes(other) == 1024
         assert one[255] == 255 and one[-1] == 255
+
+
+def test_what_was_read_of_a_program_is_let_go_every_so_many_tokens(tmp_path: Path) -> None:
+    x, path = torch.randn(1, 4, 32, generator=torch.Generator().manual_seed(1)), tmp_path / "model.pte"
+    lower({name: export(Scaled(0.25), (x,)) for name in ("prefill", "main")}, path)
+    program = PteProgram(path)
+    kilobytes = sum(size for _, size in program._pages.spans) // 1024
+    assert kilobytes > 0 and resident_kilobytes(path) == 0
+    for _ in range(2):
+        read = [ctypes.string_at(start, size) for start, size in program._pages.spans]
+        assert read[0][:256] in path.read_bytes() and resident_kilobytes(path) == kilobytes
+        program._let_pages_go(TOKENS_OF_PAGES - 1)
+        assert resident_kilobytes(path) == kilobytes
+        program._let_pages_go(1)
+        assert resident_kilobytes(path) == 0
 
 
 def test_the_pages_of_a_file_are_let_go_as_long_as_it_is_loading(tmp_path: Path) -> None:
