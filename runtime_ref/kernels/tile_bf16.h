@@ -28,27 +28,39 @@ inline Vec add_products(Vec sum, Pair one, __m512i many) {
   return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(static_cast<int>(one)), (__m512bh)many);
 }
 
+// sums[r][tile] += sum over p of one[r * row_step + p * pair_step] * many[p][tile].
+template <int R>
+inline void add_pairs(
+    Vec (&sums)[R][kTileVecs], const Pair* one, int64_t row_step, int64_t pair_step, const Pair* many, int64_t pairs) {
+  for (int64_t p = 0; p < pairs; ++p) {
+    __m512i tile[kTileVecs];
+#pragma GCC unroll 4
+    for (int v = 0; v < kTileVecs; ++v) tile[v] = _mm512_loadu_si512(many + p * kTile + v * kWidth);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const Pair pair = one[r * row_step + p * pair_step];
+#pragma GCC unroll 4
+      for (int v = 0; v < kTileVecs; ++v) sums[r][v] = add_products(sums[r][v], pair, tile[v]);
+    }
+  }
+}
+
+template <int R>
+inline void store_rows(const Vec (&sums)[R][kTileVecs], float* to) {
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < kTileVecs; ++v) store(to + r * kTile + v * kWidth, sums[r][v]);
+  }
+}
+
 // scores[r][tile] = sum over d of rows[r][d] * packed[d][tile].
 template <int R>
 inline void pair_scores(const Pair* rows, int64_t pairs, const Pair* packed, float* scores) {
   Vec sums[R][kTileVecs] = {};
-  for (int64_t p = 0; p < pairs; ++p) {
-    __m512i q[kTileVecs];
-#pragma GCC unroll 4
-    for (int v = 0; v < kTileVecs; ++v) q[v] = _mm512_loadu_si512(packed + p * kTile + v * kWidth);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const Pair key = rows[r * pairs + p];
-#pragma GCC unroll 4
-      for (int v = 0; v < kTileVecs; ++v) sums[r][v] = add_products(sums[r][v], key, q[v]);
-    }
-  }
-  for (int r = 0; r < R; ++r) {
-    for (int v = 0; v < kTileVecs; ++v) store(scores + r * kTile + v * kWidth, sums[r][v]);
-  }
+  add_pairs<R>(sums, rows, pairs, 1, packed, pairs);
+  store_rows<R>(sums, scores);
 }
 
-// out[d + r][tile] = out[d + r][tile] * keep[tile] + sum over pairs of rows of values[p][d + r] * weights[p][tile].
+// out[r][tile] = out[r][tile] * keep[tile] + sum over pairs of rows of values[p][r] * weights[p][tile].
 template <int R>
 inline void pair_values(
     const Pair* values, int64_t pairs, int64_t stride, const Pair* weights, const Vec* keep, float* out) {
@@ -56,20 +68,8 @@ inline void pair_values(
   for (int r = 0; r < R; ++r) {
     for (int v = 0; v < kTileVecs; ++v) sums[r][v] = load(out + r * kTile + v * kWidth) * keep[v];
   }
-  for (int64_t p = 0; p < pairs; ++p) {
-    __m512i w[kTileVecs];
-#pragma GCC unroll 4
-    for (int v = 0; v < kTileVecs; ++v) w[v] = _mm512_loadu_si512(weights + p * kTile + v * kWidth);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const Pair value = values[p * stride + r];
-#pragma GCC unroll 4
-      for (int v = 0; v < kTileVecs; ++v) sums[r][v] = add_products(sums[r][v], value, w[v]);
-    }
-  }
-  for (int r = 0; r < R; ++r) {
-    for (int v = 0; v < kTileVecs; ++v) store(out + r * kTile + v * kWidth, sums[r][v]);
-  }
+  add_pairs<R>(sums, values, 1, stride, weights, pairs);
+  store_rows<R>(sums, out);
 }
 
 template <typename E>
