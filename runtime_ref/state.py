@@ -93,8 +93,7 @@ class State:
             rows = max(old.shape[1], planned_rows(self.manifest, spec, seq_len))
             if rows == old.shape[1]:
                 continue
-            self.tensors[index] = unwritten(spec, rows)
-            self.tensors[index][:, : self.length] = old[:, : self.length]
+            self.tensors[index] = self._copied(spec, old, rows)
             before, after = old.shape[1], rows
         if before is not None:
             self.growths.append(Growth(seq_len=seq_len, from_rows=before, to_rows=after))
@@ -142,6 +141,16 @@ class State:
             )
         del self.tokens[-count:]
 
+    def _rows_in_use(self, spec: StateSpec) -> int:
+        """The first rows, all that hold anything."""
+        return self.length if spec.kind == "full" else spec.rows
+
+    def _copied(self, spec: StateSpec, tensor: Tensor, rows: int) -> Tensor:
+        """What `tensor` holds, in a state of its own of `rows` rows."""
+        copied, used = unwritten(spec, rows), self._rows_in_use(spec)
+        copied[:, :used] = tensor[:, :used]
+        return copied
+
     def _oldest(self, spec: StateSpec) -> int:
         """The oldest position whose row is still there."""
         return max(0, self.high_water - spec.rows) if spec.kind == "ring" else 0
@@ -159,12 +168,10 @@ class State:
     def fork(self) -> State:
         """An independent copy."""
         other = copy.copy(self)
-        other.tensors = []
-        for spec, tensor in zip(self.manifest.states, self.tensors, strict=True):
-            used = self.length if spec.kind == "full" else spec.rows
-            twin = unwritten(spec, tensor.shape[1] if spec.grows else None)
-            twin[:, :used] = tensor[:, :used]
-            other.tensors.append(twin)
+        other.tensors = [
+            self._copied(spec, tensor, tensor.shape[1])
+            for spec, tensor in zip(self.manifest.states, self.tensors, strict=True)
+        ]
         other.tokens, other.growths = list(self.tokens), list(self.growths)
         return other
 
@@ -174,10 +181,9 @@ class State:
         Raises:
             StateFileError: the file cannot be written; an older file at `path` is then still there.
         """
-        rows = [self.length if spec.kind == "full" else spec.rows for spec in self.manifest.states]
         tensors = {
-            spec.name: tensor[:, :count]
-            for spec, tensor, count in zip(self.manifest.states, self.tensors, rows, strict=True)
+            spec.name: tensor[:, : self._rows_in_use(spec)]
+            for spec, tensor in zip(self.manifest.states, self.tensors, strict=True)
         }
         write_state(Path(path), self.manifest, tensors, self.tokens, self.high_water)
 

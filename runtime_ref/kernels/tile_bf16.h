@@ -6,6 +6,8 @@
 
 #include <immintrin.h>
 
+#include <type_traits>
+
 #include "attention.h"
 #include "half.h"
 #include "int8.h"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from cache_programs import (
     PIECES,
@@ -23,6 +24,8 @@ from exporter.graph.contract import MIN_DELEGATED_SHARE
 from exporter.graph.contract_file import ContractFile, LayerForm, ProgramForm
 from exporter.inspection import inspect
 from exporter.progress import Progress
+
+INT8_BUNDLES = ("int8_cache_bundle", "int8_global_cache_bundle")
 
 
 def test_the_bundle_says_what_it_is(int8_cache_bundle: Path) -> None:
@@ -112,12 +115,14 @@ def test_verification_refuses_a_config_with_another_cache(int8_cache_bundle: Pat
     assert_another_cache_is_refused(int8_cache_bundle, "int8")
 
 
-def test_what_was_never_written_is_never_read(int8_cache_bundle: Path) -> None:
+@pytest.mark.parametrize("name", INT8_BUNDLES)
+def test_what_was_never_written_is_never_read(request: pytest.FixtureRequest, name: str) -> None:
     """NaN for every scale of a fresh state, and integers that no row holds."""
-    for clean, poisoned in clean_and_poisoned(int8_cache_bundle, integer=-128):
+    for clean, poisoned in clean_and_poisoned(request.getfixturevalue(name), integer=-128):
         torch.testing.assert_close(poisoned, clean, rtol=0, atol=1e-2)  # a borderline integer at most
         assert torch.isfinite(poisoned).all()
 
 
-def test_a_conversation_rewinds_forks_and_is_saved(int8_cache_bundle: Path, tmp_path: Path) -> None:
-    assert_rewinds_forks_and_is_saved(int8_cache_bundle, tmp_path)
+@pytest.mark.parametrize("name", INT8_BUNDLES)
+def test_a_conversation_rewinds_forks_and_is_saved(request: pytest.FixtureRequest, name: str, tmp_path: Path) -> None:
+    assert_rewinds_forks_and_is_saved(request.getfixturevalue(name), tmp_path)

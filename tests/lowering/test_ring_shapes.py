@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,18 @@ class Lowered:
         positions = torch.zeros(1, offset + len(ids), dtype=torch.int64)
         return self.program.run(method, torch.tensor([ids]), positions, states)[0]
 
+    def beside(
+        self, plain: Decoder, ids: list[int], splits: list[int], states: list[torch.Tensor], twins: list[torch.Tensor]
+    ) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
+        """Each chunk's length, the tokens seen with it, our logits over `states`, and those of `plain` over `twins`."""
+        offset = 0
+        for length in splits:
+            chunk = ids[offset : offset + length]
+            eager = call(plain, chunk, offset, twins, length == 1)
+            ours = self.call(chunk, offset, states)
+            offset += length
+            yield length, offset, ours, eager
+
 
 @pytest.fixture(scope="module", params=[*((shape, "ring") for shape in SHAPES), (next(iter(SHAPES)), "stock")])
 def lowered(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Lowered:
@@ -71,11 +84,7 @@ def test_every_length_over_every_ring_is_eagers_and_the_oracles(lowered: Lowered
     for splits in SPLITS:
         assert sum(splits) <= CONTEXT
         twins, offset = states_of(decoder), 0
-        for length in splits:
-            chunk = ids[offset : offset + length]
-            eager = call(plain, chunk, offset, twins, length == 1)
-            ours = lowered.call(chunk, offset, states)
-            offset += length
+        for length, offset, ours, eager in lowered.beside(plain, ids, splits, states, twins):
             assert (ours.double() - expected[offset - 1]).abs().max() <= RELATIVE * scale, (length, offset)
             assert (ours - eager).abs().max() <= RELATIVE * scale, (length, offset)
         for spec, ours, theirs in zip(decoder.states, states, twins, strict=True):
