@@ -7,7 +7,7 @@ import torch
 from exporter.machine import release_freed_memory
 from exporter.model.decoder import Decoder, ReadParameter, all_read
 from exporter.quantization import calibration, smoothing
-from exporter.quantization.linears import check_linears, grid_of, int4_rounding, linear_names, quantize_linears
+from exporter.quantization.linears import check_linears, linear_names, quantize_linears, rounding_to_follow
 from exporter.quantization.modules import QuantizedEmbedding, QuantizedLinear, SplitEmbedding, SplitLinear
 from exporter.quantization.tables import check_tables, quantize_tables
 from exporter.spec import QuantizationSpec
@@ -35,12 +35,12 @@ def quantize(
     check_linears(decoder, spec)
     check_tables(decoder, spec)
     if not spec.is_calibrated:
-        int4 = int4_rounding(spec, None)
+        rounding = rounding_to_follow(None, spec)
         for layer in (f"layers.{n}" for n in range(len(decoder.layers))):
             decoder.read_part(layer, read)
-            quantize_linears(decoder, spec, linear_names(decoder, f"{layer}."), int4)
+            quantize_linears(decoder, spec, linear_names(decoder, f"{layer}."), rounding)
         decoder.read_part("norm", read)
-        quantize_tables(decoder, spec, int4, read)
+        quantize_tables(decoder, spec, rounding, read)
         return
     assert ids is not None, "smoothing and GPTQ follow the inputs of the model"
     for n, inputs in calibration.observe(decoder, ids, lambda name: _rounded_by_gptq(decoder, spec, name), read):
@@ -49,22 +49,18 @@ def quantize(
             head = inputs[calibration.HEAD]
             if spec.smooth and spec.head != "none":
                 smoothing.fold_head(decoder, head)
-            quantize_tables(decoder, spec, int4_rounding(spec, head.moments), read)
+            quantize_tables(decoder, spec, rounding_to_follow(head.moments, spec), read)
             continue
         users = calibration.sites(decoder.layers[n])
         if spec.smooth and spec.linear != "none":
             smoothing.fold_layer(decoder.layers[n], inputs)
         for site, names in users.items():
             full = [f"layers.{n}.{name}" for name in names]
-            quantize_linears(decoder, spec, full, int4_rounding(spec, inputs[site].moments))
+            quantize_linears(decoder, spec, full, rounding_to_follow(inputs[site].moments, spec))
 
 
 def _rounded_by_gptq(decoder: Decoder, spec: QuantizationSpec, site: str) -> bool:
-    """Whether a linear at this input gets 4 bits by GPTQ."""
+    """Whether what meets this input is rounded by GPTQ."""
     if spec.rounding != "gptq":
         return False
-    if site == calibration.HEAD:
-        return spec.head == "int4"
-    _, number, own = site.split(".", 2)
-    names = calibration.sites(decoder.layers[int(number)])[own]
-    return any(grid_of(f"layers.{number}.{name}", spec) == "int4" for name in names)
+    return spec.head != "none" if site == calibration.HEAD else spec.linear != "none"

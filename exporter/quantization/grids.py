@@ -20,11 +20,17 @@ ELEMENTS_AT_A_TIME = 2**17  # temporaries stay in the cache, and a 262,144-row e
 
 def int8_per_row(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 ``[N, K]`` to int8 ``[N, K]`` in -127 .. 127 and float32 scales ``[N]``: ``scale = max|w| / 127``."""
-    scales = (weight.abs().amax(1) / INT8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
+    scales = int8_scales(weight)
     quantized = torch.empty(weight.shape, dtype=torch.int8)
     for rows in row_blocks(weight):
         quantized[rows] = (weight[rows] / scales[rows, None]).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
     return quantized, scales
+
+
+def int8_scales(weight: torch.Tensor) -> torch.Tensor:
+    """float32 ``[N]``, ``max|w| / 127`` of every row."""
+    largest = torch.cat([weight[rows].abs().amax(1) for rows in row_blocks(weight)])
+    return (largest / INT8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def int4_per_group(weight: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:

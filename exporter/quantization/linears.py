@@ -5,19 +5,41 @@ Letters: N output channels, K input channels, g groups a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from exporter.errors import ConfigError
 from exporter.model.decoder import Decoder
 from exporter.quantization import grids
-from exporter.quantization.gptq import int4_by_gptq
+from exporter.quantization.gptq import Gptq
 from exporter.quantization.modules import QuantizedLinear
 from exporter.spec import PRESETS, QuantizationSpec
 
-Int4 = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""float32 ``[N, K]`` to int8 codes ``[N, K]`` and float32 scales ``[N, g]``."""
+
+class Rounding(Protocol):
+    """float32 ``[N, K]`` to codes and scales."""
+
+    def int8(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """To the grid of `grids.int8_per_row`: int8 ``[N, K]``, float32 ``[N]``."""
+
+    def int4(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """To the grid of `grids.int4_per_group`: int8 ``[N, K]``, float32 ``[N, g]``."""
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """Every weight by itself."""
+
+    group_size: int
+
+    def int8(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return grids.int8_per_row(weight)
+
+    def int4(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return grids.int4_per_group(weight, self.group_size)
 
 
 def linear_names(decoder: Decoder, prefix: str = "layers.") -> list[str]:
@@ -58,8 +80,8 @@ def check_linears(decoder: Decoder, spec: QuantizationSpec) -> None:
             check_group(_linear(decoder, name).in_features, name, spec.group_size)
 
 
-def quantize_linears(decoder: Decoder, spec: QuantizationSpec, names: Sequence[str], int4: Int4) -> None:
-    """Replace the named linears by their quantised forms; `int4` rounds those that get 4 bits."""
+def quantize_linears(decoder: Decoder, spec: QuantizationSpec, names: Sequence[str], rounding: Rounding) -> None:
+    """Replace the named linears by their quantised forms."""
     for name in names:
         if (grid := grid_of(name, spec)) == "none":
             continue
@@ -68,22 +90,15 @@ def quantize_linears(decoder: Decoder, spec: QuantizationSpec, names: Sequence[s
         weight = linear.weight.detach()
         parent, _, own_name = name.rpartition(".")
         if grid == "int8":
-            quantized = QuantizedLinear(*grids.int8_per_row(weight), bias, None)
+            quantized = QuantizedLinear(*rounding.int8(weight), bias, None)
         else:
-            quantized = QuantizedLinear(*int4(weight), bias, spec.group_size)
+            quantized = QuantizedLinear(*rounding.int4(weight), bias, spec.group_size)
         setattr(decoder.get_submodule(parent), own_name, quantized)
 
 
-def int4_rounding(spec: QuantizationSpec, moments: torch.Tensor | None) -> Int4:
-    """How `spec` rounds to 4 bits; `moments` are those of the input, which GPTQ needs."""
-    if spec.rounding == "nearest":
-        return lambda weight: grids.int4_per_group(weight, spec.group_size)
-
-    def by_gptq(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        assert moments is not None, "asked for no moments of this input"
-        return int4_by_gptq(weight, moments, spec.group_size)
-
-    return by_gptq
+def rounding_to_follow(moments: torch.Tensor | None, spec: QuantizationSpec) -> Rounding:
+    """GPTQ where the moments of the input were asked for, each weight to its nearest code where not."""
+    return Nearest(spec.group_size) if moments is None else Gptq(moments, spec.group_size)
 
 
 def check_group(channels: int, name: str, group_size: int) -> None:

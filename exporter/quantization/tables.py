@@ -12,7 +12,7 @@ import torch
 from exporter.model.decoder import Decoder, ReadParameter, all_read
 from exporter.quantization import grids
 from exporter.quantization.calibration import HEAD
-from exporter.quantization.linears import Int4, check_group
+from exporter.quantization.linears import Rounding, check_group
 from exporter.quantization.modules import (
     QuantizedEmbedding,
     QuantizedLinear,
@@ -27,13 +27,15 @@ RESIDUAL_MAX = 7
 ROWS_AT_A_TIME = 8192
 
 
-def quantize_tables(decoder: Decoder, spec: QuantizationSpec, int4: Int4, read: ReadParameter = all_read) -> None:
-    """Replace embedding and head as `spec` says, in place. `int4` rounds rows of the head to 4 bits; of an unread
-    decoder the embedding is read when the head's floats are gone, unless they are the same."""
+def quantize_tables(
+    decoder: Decoder, spec: QuantizationSpec, rounding: Rounding, read: ReadParameter = all_read
+) -> None:
+    """Replace embedding and head as `spec` says, in place. `rounding` is the head's and of what a tied embedding shares
+    with it; of an unread decoder the embedding is read when the head's floats are gone, unless they are the same."""
     decoder.read_part(HEAD, read)
     head = decoder.lm_head
     assert isinstance(head, torch.nn.Linear)
-    parts = _head_parts(head.weight.detach(), spec, int4)
+    parts = _head_parts(head.weight.detach(), spec, rounding)
     shared = None
     if decoder.spec.tie_word_embeddings and parts and spec.embedding != "none":
         with_residual = spec.embedding == "int8"
@@ -56,16 +58,16 @@ def check_tables(decoder: Decoder, spec: QuantizationSpec) -> None:
             check_group(decoder.spec.hidden_size, name, spec.group_size)
 
 
-def _head_parts(weight: torch.Tensor, spec: QuantizationSpec, int4: Int4) -> list[QuantizedLinear]:
+def _head_parts(weight: torch.Tensor, spec: QuantizationSpec, rounding: Rounding) -> list[QuantizedLinear]:
     """The head ``[V, D]`` as int8 rows, int4 rows, or the one after the other; nothing where it stays float."""
     if spec.head == "none":
         return []
     rows = len(weight) if spec.head == "int8" else min(spec.head_int8_rows, len(weight))
     parts = []
     if rows:
-        parts.append(QuantizedLinear(*int8_rows(weight[:rows]), None, None))
+        parts.append(QuantizedLinear(*rounding.int8(weight[:rows]), None, None))
     if rows < len(weight):
-        parts.append(QuantizedLinear(*int4(weight[rows:]), None, spec.group_size))
+        parts.append(QuantizedLinear(*rounding.int4(weight[rows:]), None, spec.group_size))
     return parts
 
 
@@ -90,7 +92,7 @@ def _own_embedding(embedding: torch.nn.Embedding, spec: QuantizationSpec) -> tor
     if spec.embedding == "none":
         return embedding
     if spec.embedding == "int8":
-        codes, scales = int8_rows(weight)
+        codes, scales = grids.int8_per_row(weight)
         return QuantizedEmbedding(codes, scales[:, None])
     codes, scales = grids.int4_per_group(weight, spec.group_size)
     return QuantizedEmbedding(pack_nibbles(codes), scales)
@@ -113,12 +115,6 @@ def residual_of(weight: torch.Tensor, part: QuantizedLinear) -> QuantizedEmbeddi
 
     packed, own_scales = in_blocks(block, weight, part.weight, part.scales)
     return QuantizedEmbedding(packed, own_scales)
-
-
-def int8_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`grids.int8_per_row`, without a temporary as large as the table."""
-    codes, scales = in_blocks(grids.int8_per_row, weight)
-    return codes, scales
 
 
 def in_blocks(function: Callable[..., tuple[torch.Tensor, ...]], *tables: torch.Tensor) -> tuple[torch.Tensor, ...]:

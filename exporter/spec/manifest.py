@@ -21,9 +21,9 @@ class QuantizationSpec(Spec):
     name contains one of `keep_int8` stay int8 when `linear` is int4. An embedding is int8 per row or int4 per group.
 
     `smooth` folds factors into norms and weights so that inputs of linears and weights share their outliers, `rounding`
-    says how int4 is rounded, and the first `head_int8_rows` rows of an int4 head, those of the frequent tokens, are
-    int8. A tied table is stored once: the embedding takes its rows from the head's, and an int8 one beside an int4 head
-    adds what the four bits leave over as four more.
+    says how linears and head are rounded, and the first `head_int8_rows` rows of an int4 head, those of the frequent
+    tokens, are int8. A tied table is stored once: the embedding takes its rows from the head's, and an int8 one beside
+    an int4 head adds what the four bits leave over as four more.
     """
 
     linear: Literal["none", "int8", "int4"] = "none"
@@ -39,8 +39,8 @@ class QuantizationSpec(Spec):
     def _has_what_it_refines(self) -> QuantizationSpec:
         if self.smooth and self.linear == self.head == "none":
             raise ValueError("a quantised linear or head for smooth: it acts on the inputs of those")
-        if self.rounding == "gptq" and "int4" not in (self.linear, self.head):
-            raise ValueError("linear or head int4 for rounding gptq: int8 is rounded to the nearest")
+        if self.rounding == "gptq" and self.linear == self.head == "none":
+            raise ValueError("a quantised linear or head for rounding gptq: it follows the inputs of those")
         if self.head_int8_rows and self.head != "int4":
             raise ValueError("head int4 for head_int8_rows")
         return self
@@ -57,7 +57,7 @@ class QuantizationSpec(Spec):
 
 PRESETS: dict[str, QuantizationSpec] = {
     "none": QuantizationSpec(),
-    "accurate": QuantizationSpec(linear="int8", embedding="int8", head="int8", smooth=True),
+    "accurate": QuantizationSpec(linear="int8", embedding="int8", head="int8", smooth=True, rounding="gptq"),
     "balanced": QuantizationSpec(
         linear="int8", embedding="int8", head="int4", smooth=True, rounding="gptq", head_int8_rows=8192
     ),

@@ -8,7 +8,7 @@ import torch
 from tiny_models import one_thread  # noqa: F401
 
 from exporter.quantization import gptq, grids
-from exporter.quantization.gptq import DAMP, SEARCH_STEPS, int4_by_gptq
+from exporter.quantization.gptq import DAMP, SEARCH_STEPS, Gptq
 
 
 def correlated(tokens: int, channels: int, seed: int = 0) -> torch.Tensor:
@@ -39,7 +39,19 @@ def by_definition(weight: np.ndarray, moments: np.ndarray, group_size: int) -> t
     return codes[:, np.argsort(order)], scales[:, np.argsort(groups)]
 
 
-def in_this_order(weight: np.ndarray, moments: np.ndarray, group_size: int) -> tuple[np.ndarray, np.ndarray]:
+def int8_by_definition(weight: np.ndarray, moments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The same with a scale a row, that of its largest weight before any column moves."""
+    order = sorted(range(len(moments)), key=lambda k: -moments[k, k])
+    scales = np.abs(weight).max(1) / np.float32(127)
+    codes, _ = in_this_order(weight[:, order], moments[np.ix_(order, order)], 1, scales)
+    return codes[:, np.argsort(order)], scales
+
+
+def in_this_order(
+    weight: np.ndarray, moments: np.ndarray, group_size: int, given: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Columns from the first to the last, to int8 on the `given` scales ``[N]`` or to int4 on the cheapest ones."""
+    low, high = (-8, 7) if given is None else (-127, 127)
     weight = weight.astype(np.float64)
     moments = moments.astype(np.float64)
     inverse = np.linalg.inv(moments + DAMP * np.mean(np.diag(moments)) * np.eye(len(moments)))
@@ -50,9 +62,10 @@ def in_this_order(weight: np.ndarray, moments: np.ndarray, group_size: int) -> t
             width = slice(column, column + group_size)
             costs = conditional_costs(inverse, column, group_size)
             for row in range(len(weight)):
-                scales[row, column // group_size] = cheapest(weight[row, width], costs)
+                own = cheapest(weight[row, width], costs) if given is None else given[row]
+                scales[row, column // group_size] = own
         scale = scales[:, column // group_size].astype(np.float64)
-        codes[:, column] = np.clip(np.round(weight[:, column] / scale), -8, 7)
+        codes[:, column] = np.clip(np.round(weight[:, column] / scale), low, high)
         error = (weight[:, column] - codes[:, column] * scale) / inverse[column, column]
         weight -= np.outer(error, inverse[column])
         inverse = inverse - np.outer(inverse[:, column], inverse[column]) / inverse[column, column]
@@ -82,7 +95,7 @@ def cheapest(group: np.ndarray, costs: np.ndarray) -> np.float32:
 def test_codes_and_scales_are_those_of_the_definition(group_size: int) -> None:
     inputs, weight = correlated(300, 128), weight_of(7, 128)
     moments = inputs.T @ inputs / len(inputs)
-    codes, scales = int4_by_gptq(weight, moments, group_size)
+    codes, scales = Gptq(moments, group_size).int4(weight)
     want, want_scales = by_definition(weight.numpy(), moments.numpy(), group_size)
     assert codes.dtype == torch.int8 and scales.dtype == torch.float32
     assert np.array_equal(scales.numpy(), want_scales)
@@ -90,24 +103,37 @@ def test_codes_and_scales_are_those_of_the_definition(group_size: int) -> None:
     assert torch.equal(scales, scales.bfloat16().float()), "XNNPACK stores scales in bfloat16"
 
 
+@pytest.mark.parametrize("channels", [64, 96, 130])  # columns are rounded 64 at a time
+def test_int8_codes_are_those_of_the_definition(channels: int) -> None:
+    inputs, weight = correlated(300, channels), weight_of(7, channels)
+    moments = inputs.T @ inputs / len(inputs)
+    codes, scales = Gptq(moments, 32).int8(weight)
+    want, want_scales = int8_by_definition(weight.numpy(), moments.numpy())
+    assert codes.dtype == torch.int8 and scales.dtype == torch.float32
+    assert np.array_equal(scales.numpy(), want_scales)
+    assert np.array_equal(codes.numpy(), want)
+
+
 def test_the_error_on_the_inputs_is_far_below_that_of_rounding_to_the_nearest() -> None:
     inputs, weight = correlated(1000, 128), weight_of(64, 128)
 
     def error(grid: tuple[torch.Tensor, torch.Tensor]) -> float:
-        codes, scales = grid
+        codes, scales = grid[0], grid[1].view(len(weight), -1)
         rounded = (codes.view(*scales.shape, -1) * scales[..., None]).view(weight.shape)
         return float((inputs @ (rounded - weight).T).square().mean())
 
     moments = inputs.T @ inputs / len(inputs)
-    assert error(int4_by_gptq(weight, moments, 32)) < 0.5 * error(grids.int4_per_group(weight, 32))
+    rounding = Gptq(moments, 32)
+    assert error(rounding.int4(weight)) < 0.5 * error(grids.int4_per_group(weight, 32))
+    assert error(rounding.int8(weight)) < 0.6 * error(grids.int8_per_row(weight))
 
 
 def test_rows_do_not_depend_on_the_block_they_are_in(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, weight = correlated(300, 64), weight_of(11, 64)
     moments = inputs.T @ inputs
-    whole = int4_by_gptq(weight, moments, 32)
+    whole = *Gptq(moments, 32).int4(weight), *Gptq(moments, 32).int8(weight)
     monkeypatch.setattr(gptq, "ROWS_AT_A_TIME", 4)
-    parts = int4_by_gptq(weight, moments, 32)
+    parts = *Gptq(moments, 32).int4(weight), *Gptq(moments, 32).int8(weight)
     assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
 
 
@@ -116,15 +142,15 @@ def test_channels_that_are_never_used_and_rows_of_zeros() -> None:
     inputs[:, 10:20] = 0
     weight = weight_of(5, 64)
     weight[2] = 0
-    codes, scales = int4_by_gptq(weight, inputs.T @ inputs, 32)
-    assert torch.isfinite(scales).all() and (scales > 0).all()
-    assert not codes[2].any() and codes[3].any()
-    codes, scales = int4_by_gptq(weight, torch.zeros(64, 64), 32)
-    assert torch.isfinite(scales).all() and codes[3].any()
+    for rounding in (Gptq(inputs.T @ inputs, 32), Gptq(torch.zeros(64, 64), 32)):
+        for codes, scales in (rounding.int4(weight), rounding.int8(weight)):
+            assert torch.isfinite(scales).all() and (scales > 0).all()
+            assert not codes[2].any() and codes[3].any()
 
 
 def test_of_inputs_that_do_not_depend_on_each_other_it_is_the_nearest_code() -> None:
     weight = weight_of(6, 64)
-    codes, scales = int4_by_gptq(weight, torch.eye(64), 32)
+    codes, scales = Gptq(torch.eye(64), 32).int4(weight)
     nearest = (weight.view(6, 2, 32) / scales[..., None]).round().clamp(-8, 7)
     assert torch.equal(codes.view(6, 2, 32).float(), nearest)
+    assert torch.equal(Gptq(torch.eye(64), 32).int8(weight)[0], grids.int8_per_row(weight)[0])
