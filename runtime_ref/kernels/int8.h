@@ -93,18 +93,10 @@ inline void integer_dots(
     }
   }
   // Exact in float32 up to a head_dim of 1,000: a dot product of D numbers is at most 127 * 127 * D.
-  float totals[(G * R + kWidth - 1) / kWidth * kWidth];
-  for (int begin = 0; begin < G * R; begin += kWidth) {
-    Vec some[kWidth];
+  Vec floats[G * R];
 #pragma GCC unroll 16
-    for (int i = 0; i < kWidth; ++i) {
-      some[i] = begin + i < G * R ? __builtin_convertvector(sums[begin + i], Vec) : Vec{};
-    }
-    store(totals + begin, sums_of(some));
-  }
-  for (int g = 0; g < G; ++g) {
-    for (int r = 0; r < R; ++r) dots[g * kPart + r] = totals[g * R + r];
-  }
+  for (int i = 0; i < G * R; ++i) floats[i] = __builtin_convertvector(sums[i], Vec);
+  store_sums<G, R>(floats, kPart, dots);
 }
 
 // Of `count` rows.

@@ -45,18 +45,10 @@ inline void single_dots(
       for (int r = 0; r < R; ++r) sums[g * R + r] += q * key[r];
     }
   }
-  float totals[(G * R + kWidth - 1) / kWidth * kWidth];
-  for (int begin = 0; begin < G * R; begin += kWidth) {
-    Vec some[kWidth];
-#pragma GCC unroll 16
-    for (int i = 0; i < kWidth; ++i) some[i] = begin + i < G * R ? sums[begin + i] : Vec{};
-    store(totals + begin, sums_of(some));
-  }
-  for (int g = 0; g < G; ++g) {
-    for (int r = 0; r < R; ++r) {
-      float rest = 0.0f;
-      for (int64_t e = d; e < a.head_dim; ++e) rest += query[g * a.head_dim + e] * to_float(rows[r][e]);
-      dots[g * kPart + r] = totals[g * R + r] + rest;
+  store_sums<G, R>(sums, kPart, dots);
+  for (; d < a.head_dim; ++d) {
+    for (int g = 0; g < G; ++g) {
+      for (int r = 0; r < R; ++r) dots[g * kPart + r] += query[g * a.head_dim + d] * to_float(rows[r][d]);
     }
   }
 }

@@ -61,16 +61,37 @@ inline Vec pair_sums(Vec a, Vec b, std::index_sequence<I...>) {
 #endif
 }
 
-// Lane i is the sum of the lanes of vectors[i], which are used up.
-inline Vec sums_of(Vec (&vectors)[kWidth]) {
+// Lane i is the sum of the lanes of vectors[i], which are used up; from `count` on they are zeros.
+inline Vec sums_of(Vec (&vectors)[kWidth], int count) {
 #pragma GCC unroll 8
   for (int left = kWidth / 2; left; left /= 2) {
+    count = (count + 1) / 2;
 #pragma GCC unroll 8
     for (int i = 0; i < left; ++i) {
-      vectors[i] = pair_sums(vectors[2 * i], vectors[2 * i + 1], std::make_index_sequence<kWidth>());
+      if (i < count) {
+        vectors[i] = pair_sums(vectors[2 * i], vectors[2 * i + 1], std::make_index_sequence<kWidth>());
+      } else {
+        vectors[i] = Vec{};
+      }
     }
   }
   return vectors[0];
+}
+
+// to[g * stride + r] is the sum of the lanes of vectors[g * R + r].
+template <int G, int R>
+inline void store_sums(const Vec (&vectors)[G * R], int64_t stride, float* to) {
+  float totals[(G * R + kWidth - 1) / kWidth * kWidth];
+#pragma GCC unroll 4
+  for (int begin = 0; begin < G * R; begin += kWidth) {
+    const int count = G * R - begin < kWidth ? G * R - begin : kWidth;
+    Vec some[kWidth];
+#pragma GCC unroll 16
+    for (int i = 0; i < kWidth; ++i) some[i] = i < count ? vectors[begin + i] : Vec{};
+    store(totals + begin, sums_of(some, count));
+  }
+#pragma GCC unroll 4
+  for (int g = 0; g < G; ++g) std::memcpy(to + g * stride, totals + g * R, R * sizeof(float));
 }
 
 inline float sum(Vec value) {

@@ -31,6 +31,7 @@ from runtime_ref.programs import pte, ring_kernels
 from runtime_ref.programs.ring_kernels import SOURCES, use_ring_kernels
 
 pte.prepare()
+STOCK_BOUND = 1e-5  # ExecuTorch's kernel adds up all rows in one go; 4.1e-6 was seen
 Quantized = tuple[Tensor, ...]
 """Query, keys and values as integers, each followed by its scales."""
 
@@ -69,7 +70,7 @@ def assert_attends(got: Tensor, given: Quantized, added: Tensor, ring: bool = Tr
     if ring and q.shape[1] > 1 and multiplies_in_bfloat16():
         assert_weighs(got, wanted, definition(q, k, v.abs(), added))
     else:
-        torch.testing.assert_close(got, wanted, rtol=0, atol=BOUND)
+        torch.testing.assert_close(got, wanted, rtol=0, atol=BOUND if ring else STOCK_BOUND)
 
 
 @cache
