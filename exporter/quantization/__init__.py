@@ -6,7 +6,7 @@ import torch
 
 from exporter.machine import release_freed_memory
 from exporter.model.decoder import Decoder, ReadParameter, all_read
-from exporter.quantization import calibration, smoothing
+from exporter.quantization import calibration, gptq, smoothing
 from exporter.quantization.linears import check_linears, linear_names, quantize_linears, rounding_to_follow
 from exporter.quantization.modules import QuantizedEmbedding, QuantizedLinear, SplitEmbedding, SplitLinear
 from exporter.quantization.tables import check_tables, quantize_tables
@@ -35,7 +35,7 @@ def quantize(
     check_linears(decoder, spec)
     check_tables(decoder, spec)
     if not spec.is_calibrated:
-        rounding = rounding_to_follow(None, spec)
+        rounding = rounding_to_follow((), spec)
         for layer in (f"layers.{n}" for n in range(len(decoder.layers))):
             decoder.read_part(layer, read)
             quantize_linears(decoder, spec, linear_names(decoder, f"{layer}."), rounding)
@@ -43,7 +43,11 @@ def quantize(
         quantize_tables(decoder, spec, rounding, read)
         return
     assert ids is not None, "smoothing and GPTQ follow the inputs of the model"
-    for n, inputs in calibration.observe(decoder, ids, lambda name: _rounded_by_gptq(decoder, spec, name), read):
+
+    def stretches(site: str, channels: int) -> list[int]:
+        return gptq.stretches(channels, spec.group_size) if _rounded_by_gptq(spec, site) else []
+
+    for n, inputs in calibration.observe(decoder, ids, stretches, read):
         if n is None:
             release_freed_memory()  # of the layers' floats
             head = inputs[calibration.HEAD]
@@ -59,7 +63,7 @@ def quantize(
             quantize_linears(decoder, spec, full, rounding_to_follow(inputs[site].moments, spec))
 
 
-def _rounded_by_gptq(decoder: Decoder, spec: QuantizationSpec, site: str) -> bool:
+def _rounded_by_gptq(spec: QuantizationSpec, site: str) -> bool:
     """Whether what meets this input is rounded by GPTQ."""
     if spec.rounding != "gptq":
         return False

@@ -5,7 +5,7 @@ Letters: T tokens, D hidden_size, K input channels of a linear.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,28 +61,37 @@ def calibration_ids(tokenizer: Path, spec: TokenizerSpec, context: int) -> torch
 
 @dataclass
 class Inputs:
-    """What one input looked like: the mean of ``x^4`` of every channel, float32 ``[K]``, and, where asked for, the mean
-    of ``x x^T``, ``[K, K]``."""
+    """What one input looked like.
+
+    Attributes:
+        fourth: the mean of ``x^4`` of every channel, float32 ``[K]``.
+        moments: the mean of ``x x^T`` of each stretch of channels that was asked for, float32 ``[k, k]``, one after the
+            other from the first channel on.
+    """
 
     fourth: torch.Tensor
-    moments: torch.Tensor | None
+    moments: list[torch.Tensor]
 
     @classmethod
-    def none_yet(cls, channels: int, with_moments: bool) -> Inputs:
-        return cls(torch.zeros(channels), torch.zeros(channels, channels) if with_moments else None)
+    def none_yet(cls, channels: int, stretches: Sequence[int]) -> Inputs:
+        return cls(torch.zeros(channels), [torch.zeros(size, size) for size in stretches])
 
     def see(self, x: torch.Tensor, total: int) -> None:
         """``x [1, Q, K]``, of `total` tokens in all."""
         rows = x[0]
         self.fourth += rows.square().square_().sum(0).div_(total)
-        if self.moments is not None:
-            self.moments.addmm_(rows.T, rows, alpha=1 / total)
+        for moments, own in zip(self.moments, self._stretches(rows), strict=True):
+            moments.addmm_(own.T, own, alpha=1 / total)
 
     def divide(self, factors: torch.Tensor) -> None:
         """Channel k of the input is now divided by ``factors[k]``."""
         self.fourth = self.fourth / factors.pow(4)
-        if self.moments is not None:
-            self.moments.div_(factors[:, None]).div_(factors)
+        for moments, own in zip(self.moments, self._stretches(factors), strict=True):
+            moments.div_(own[:, None]).div_(own)
+
+    def _stretches(self, channels: torch.Tensor) -> Sequence[torch.Tensor]:
+        """``[..., K]`` cut as `moments` are."""
+        return channels.split([len(moments) for moments in self.moments], -1) if self.moments else ()
 
 
 def sites(layer: DecoderLayer) -> dict[str, tuple[str, ...]]:
@@ -117,7 +126,7 @@ def over_plain_kernels(layer: DecoderLayer) -> Iterator[None]:
 
 @torch.no_grad()
 def observe(
-    decoder: Decoder, ids: torch.Tensor, wants_moments: Callable[[str], bool], read: ReadParameter = all_read
+    decoder: Decoder, ids: torch.Tensor, stretches: Callable[[str, int], Sequence[int]], read: ReadParameter = all_read
 ) -> Iterator[tuple[int | None, dict[str, Inputs]]]:
     """Run the float `decoder` layer by layer, and give each layer's number and inputs once it is done with it; at last
     None and the head's.
@@ -129,7 +138,8 @@ def observe(
     Args:
         decoder: run over plain kernels.
         ids: int64 ``[1, T]``.
-        wants_moments: of the name of a site, such as ``layers.0.mixer.q_proj`` or ``lm_head``.
+        stretches: of the name of a site, such as ``layers.0.mixer.q_proj`` or ``lm_head``, and its channels: how many
+            of them each matrix of moments is of, or none where none are needed.
         read: gives the parameters of an unread decoder.
     """
     total = ids.shape[1]
@@ -145,7 +155,7 @@ def observe(
         for name in sites(layer):
             linear = layer.get_submodule(name)
             assert isinstance(linear, torch.nn.Linear)
-            found[name] = Inputs.none_yet(linear.in_features, wants_moments(f"layers.{n}.{name}"))
+            found[name] = Inputs.none_yet(linear.in_features, stretches(f"layers.{n}.{name}", linear.in_features))
 
             def see(_: torch.nn.Module, arguments: tuple[torch.Tensor], inputs: Inputs = found[name]) -> None:
                 inputs.see(arguments[0], total)
@@ -167,7 +177,7 @@ def observe(
         yield n, found
     for part in ("norm", HEAD):
         decoder.read_part(part, read)
-    head = Inputs.none_yet(hidden.shape[-1], wants_moments(HEAD))
+    head = Inputs.none_yet(hidden.shape[-1], stretches(HEAD, hidden.shape[-1]))
     for start, end in chunks:
         head.see(decoder.norm(hidden[:, start:end]), total)
     yield None, {HEAD: head}

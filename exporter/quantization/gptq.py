@@ -2,13 +2,13 @@
 
 torchao's and AutoGPTQ's forms want a CUDA device, and round to grids with a zero point of their own.
 
-Letters: N output channels (rows), K input channels (columns), g groups a row, G group_size, n rows and B columns of a
-block.
+Letters: N output channels (rows), K input channels (columns), k those of a stretch, g groups a row, G group_size, n
+rows and B columns of a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +19,21 @@ DAMP = 0.1
 """Share of the mean second moment that is added to all of them: what was not seen is not to be trusted."""
 SEARCH_STEPS = 16
 ROWS_AT_A_TIME = 2048  # a group of them, transposed, stays in the cache
+COLUMNS_TOGETHER = 2048
 INT8_COLUMNS = 64
+
+
+def stretches(channels: int, group_size: int) -> list[int]:
+    """Sizes of the stretches into which K channels are cut, multiples of `group_size` if K is one, as few and as equal
+    as can be.
+
+    A column makes up for those of its own stretch only: what GPTQ takes then grows with K as the weights do, and not
+    with its square (moments) and cube (their factors). The models measured in docs/quantization.md have one stretch.
+    """
+    group_size = group_size if channels % group_size == 0 else 1  # then no linear here is int4
+    groups = channels // group_size
+    count = -(-groups // max(COLUMNS_TOGETHER // group_size, 1))
+    return [groups * (n + 1) // count * group_size - groups * n // count * group_size for n in range(count)]
 
 
 @dataclass(frozen=True)
@@ -27,47 +41,49 @@ class Gptq:
     """Rounds the weights that meet one input; rows are rounded independently of each other.
 
     Attributes:
-        moments: float32 ``[K, K]``, the mean of ``x x^T`` over inputs.
-        group_size: of int4; K is a multiple of it.
+        moments: of each stretch of its channels, one after the other, float32 ``[k, k]``, the mean of ``x x^T``.
+        group_size: of int4; every k is a multiple of it.
     """
 
-    moments: torch.Tensor
+    moments: Sequence[torch.Tensor]
     group_size: int
-    _orders: dict[int, _Order] = field(default_factory=dict, init=False, repr=False)
+    _orders: dict[int, list[_Order]] = field(default_factory=dict, init=False, repr=False)
 
     @torch.no_grad()
     def int8(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """float32 ``[N, K]`` to the grid of `grids.int8_per_row`: int8 ``[N, K]`` and float32 scales ``[N]``, which are
         those of the nearest codes."""
-        order = self._order(1)
         codes = torch.empty(weight.shape, dtype=torch.int8)
         scales = int8_scales(weight)
-        for rows in row_blocks(weight, ROWS_AT_A_TIME):
-            left = order.columns_of(weight[rows])
-            limits = (-INT8_MAX, INT8_MAX)
-            found, _ = _round_rows(left, order.upper, INT8_COLUMNS, limits, _given(scales[rows]))
-            codes[rows] = order.rows_of(found)
+        for rows, columns, order in self._blocks(weight, 1):
+            left = order.columns_of(weight[rows, columns])
+            found, _ = _round_rows(left, order.upper, INT8_COLUMNS, (-INT8_MAX, INT8_MAX), _given(scales[rows]))
+            codes[rows, columns] = order.rows_of(found)
         return codes, scales
 
     @torch.no_grad()
     def int4(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """float32 ``[N, K]`` to the grid of `grids.int4_per_group`: int8 ``[N, K]`` in -8 .. 7 and bfloat16 values as
         float32 scales ``[N, g]``, each the cheapest of its group when its turn comes."""
-        order = self._order(self.group_size)
         codes = torch.empty(weight.shape, dtype=torch.int8)
         scales = torch.empty(weight.shape[0], weight.shape[1] // self.group_size)
-        for rows in row_blocks(weight, ROWS_AT_A_TIME):
-            left = order.columns_of(weight[rows])
-            limits = (INT4_MIN, INT4_MAX)
-            found, found_scales = _round_rows(left, order.upper, self.group_size, limits, _cheapest_scale)
-            codes[rows], scales[rows] = order.rows_of(found), found_scales[order.groups.argsort()].T
+        for rows, columns, order in self._blocks(weight, self.group_size):
+            groups = slice(columns.start // self.group_size, columns.stop // self.group_size)
+            left = order.columns_of(weight[rows, columns])
+            found, own = _round_rows(left, order.upper, self.group_size, (INT4_MIN, INT4_MAX), _cheapest_scale)
+            codes[rows, columns], scales[rows, groups] = order.rows_of(found), own[order.groups.argsort()].T
         return codes, scales
 
-    def _order(self, group_size: int) -> _Order:
-        """For all linears at this input, worked out once."""
+    def _blocks(self, weight: torch.Tensor, group_size: int) -> Iterator[tuple[slice, slice, _Order]]:
+        """Rows, the columns of a stretch, and their order, which is worked out once for all linears at this input."""
         if group_size not in self._orders:
-            self._orders[group_size] = _Order.of(self.moments, group_size)
-        return self._orders[group_size]
+            self._orders[group_size] = [_Order.of(moments, group_size) for moments in self.moments]
+        start = 0
+        for order in self._orders[group_size]:
+            columns = slice(start, start + len(order.columns))
+            for rows in row_blocks(weight, ROWS_AT_A_TIME):
+                yield rows, columns, order
+            start = columns.stop
 
 
 @dataclass(frozen=True)
@@ -76,8 +92,8 @@ class _Order:
 
     Attributes:
         groups: int64 ``[g]``.
-        columns: int64 ``[K]``, a group's together.
-        upper: float32 ``[K, K]``, `_error_factors` in this order.
+        columns: int64 ``[k]``, a group's together.
+        upper: float32 ``[k, k]``, `_error_factors` in this order.
     """
 
     groups: torch.Tensor
@@ -94,7 +110,7 @@ class _Order:
         return cls(groups, columns, _error_factors(moments[columns][:, columns]))
 
     def columns_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """``[n, K]`` to ``[K, n]`` in this order."""
+        """``[n, k]`` to ``[k, n]`` in this order."""
         return rows.T.contiguous()[self.columns]  # gathered from the transposed view it takes three times as long
 
     def rows_of(self, columns: torch.Tensor) -> torch.Tensor:
@@ -103,7 +119,7 @@ class _Order:
 
 
 def _error_factors(moments: torch.Tensor) -> torch.Tensor:
-    """Upper triangular U, float32 ``[K, K]``, with ``U^T U`` the inverse of the damped moments, which are changed.
+    """Upper triangular U, float32 ``[k, k]``, with ``U^T U`` the inverse of the damped moments, which are changed.
 
     Rounding column j by ``d`` costs ``(d / U_jj)^2``, if the columns k behind it move by ``-d U_jk / U_jj``. With
     ``moments = R R^T`` and R upper triangular, which is a Cholesky factor from the other end, U is the inverse of R.
@@ -122,8 +138,8 @@ Scale = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 def _round_rows(
     left: torch.Tensor, upper: torch.Tensor, block: int, limits: tuple[int, int], scale_of: Scale
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Columns as rows, ``[K, n]``, so that what is worked on is contiguous, to codes ``[K, n]`` and the scales of each
-    `block` of them, ``[K / B, n]``. `left` is what columns still to be rounded have become."""
+    """Columns as rows, ``[k, n]``, so that what is worked on is contiguous, to codes ``[k, n]`` and the scales of each
+    `block` of them, ``[k / B, n]``. `left` is what columns still to be rounded have become."""
     codes = torch.empty(left.shape, dtype=torch.int8)
     scales = []
     errors = torch.empty(block, left.shape[1])

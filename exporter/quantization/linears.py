@@ -96,9 +96,9 @@ def quantize_linears(decoder: Decoder, spec: QuantizationSpec, names: Sequence[s
         setattr(decoder.get_submodule(parent), own_name, quantized)
 
 
-def rounding_to_follow(moments: torch.Tensor | None, spec: QuantizationSpec) -> Rounding:
+def rounding_to_follow(moments: Sequence[torch.Tensor], spec: QuantizationSpec) -> Rounding:
     """GPTQ where the moments of the input were asked for, each weight to its nearest code where not."""
-    return Nearest(spec.group_size) if moments is None else Gptq(moments, spec.group_size)
+    return Gptq(moments, spec.group_size) if moments else Nearest(spec.group_size)
 
 
 def check_group(channels: int, name: str, group_size: int) -> None:

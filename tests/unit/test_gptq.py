@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from tiny_models import one_thread  # noqa: F401
 
 from exporter.quantization import gptq, grids
@@ -39,10 +41,12 @@ def by_definition(weight: np.ndarray, moments: np.ndarray, group_size: int) -> t
     return codes[:, np.argsort(order)], scales[:, np.argsort(groups)]
 
 
-def int8_by_definition(weight: np.ndarray, moments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def int8_by_definition(
+    weight: np.ndarray, moments: np.ndarray, scales: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """The same with a scale a row, that of its largest weight before any column moves."""
     order = sorted(range(len(moments)), key=lambda k: -moments[k, k])
-    scales = np.abs(weight).max(1) / np.float32(127)
+    scales = np.abs(weight).max(1) / np.float32(127) if scales is None else scales
     codes, _ = in_this_order(weight[:, order], moments[np.ix_(order, order)], 1, scales)
     return codes[:, np.argsort(order)], scales
 
@@ -95,7 +99,7 @@ def cheapest(group: np.ndarray, costs: np.ndarray) -> np.float32:
 def test_codes_and_scales_are_those_of_the_definition(group_size: int) -> None:
     inputs, weight = correlated(300, 128), weight_of(7, 128)
     moments = inputs.T @ inputs / len(inputs)
-    codes, scales = Gptq(moments, group_size).int4(weight)
+    codes, scales = Gptq([moments], group_size).int4(weight)
     want, want_scales = by_definition(weight.numpy(), moments.numpy(), group_size)
     assert codes.dtype == torch.int8 and scales.dtype == torch.float32
     assert np.array_equal(scales.numpy(), want_scales)
@@ -107,11 +111,37 @@ def test_codes_and_scales_are_those_of_the_definition(group_size: int) -> None:
 def test_int8_codes_are_those_of_the_definition(channels: int) -> None:
     inputs, weight = correlated(300, channels), weight_of(7, channels)
     moments = inputs.T @ inputs / len(inputs)
-    codes, scales = Gptq(moments, 32).int8(weight)
+    codes, scales = Gptq([moments], 32).int8(weight)
     want, want_scales = int8_by_definition(weight.numpy(), moments.numpy())
     assert codes.dtype == torch.int8 and scales.dtype == torch.float32
     assert np.array_equal(scales.numpy(), want_scales)
     assert np.array_equal(codes.numpy(), want)
+
+
+def test_a_stretch_of_columns_makes_up_for_its_own_errors_only() -> None:
+    inputs, weight = correlated(300, 160), weight_of(7, 160)
+    sizes = (96, 64)
+    parts, weights = inputs.split(sizes, 1), weight.split(sizes, 1)
+    moments = [part.T @ part / len(part) for part in parts]
+    codes, scales = Gptq(moments, 32).int4(weight)
+    pairs = [by_definition(w.numpy(), m.numpy(), 32) for w, m in zip(weights, moments, strict=True)]
+    assert np.array_equal(codes.numpy(), np.concatenate([own for own, _ in pairs], 1))
+    assert np.array_equal(scales.numpy(), np.concatenate([own for _, own in pairs], 1))
+    codes, scales = Gptq(moments, 32).int8(weight)
+    row_scales = weight.abs().amax(1).numpy() / np.float32(127)  # of the whole row
+    wholes = [int8_by_definition(w.numpy(), m.numpy(), row_scales)[0] for w, m in zip(weights, moments, strict=True)]
+    assert np.array_equal(codes.numpy(), np.concatenate(wholes, 1)) and np.array_equal(scales.numpy(), row_scales)
+
+
+@given(channels=st.integers(1, 20000), group_size=st.sampled_from((32, 64, 96, 4096)))
+@example(channels=2048, group_size=32)
+@example(channels=2080, group_size=32)
+def test_stretches_are_few_and_equal_and_cut_no_group(channels: int, group_size: int) -> None:
+    sizes = gptq.stretches(channels, group_size)
+    unit = group_size if channels % group_size == 0 else 1
+    assert sum(sizes) == channels and all(size % unit == 0 for size in sizes)
+    assert max(sizes) - min(sizes) <= unit and max(sizes) <= max(gptq.COLUMNS_TOGETHER, unit)
+    assert len(sizes) == 1 or channels > gptq.COLUMNS_TOGETHER // unit * unit
 
 
 def test_the_error_on_the_inputs_is_far_below_that_of_rounding_to_the_nearest() -> None:
@@ -123,7 +153,7 @@ def test_the_error_on_the_inputs_is_far_below_that_of_rounding_to_the_nearest() 
         return float((inputs @ (rounded - weight).T).square().mean())
 
     moments = inputs.T @ inputs / len(inputs)
-    rounding = Gptq(moments, 32)
+    rounding = Gptq([moments], 32)
     assert error(rounding.int4(weight)) < 0.5 * error(grids.int4_per_group(weight, 32))
     assert error(rounding.int8(weight)) < 0.6 * error(grids.int8_per_row(weight))
 
@@ -131,9 +161,9 @@ def test_the_error_on_the_inputs_is_far_below_that_of_rounding_to_the_nearest() 
 def test_rows_do_not_depend_on_the_block_they_are_in(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, weight = correlated(300, 64), weight_of(11, 64)
     moments = inputs.T @ inputs
-    whole = *Gptq(moments, 32).int4(weight), *Gptq(moments, 32).int8(weight)
+    whole = *Gptq([moments], 32).int4(weight), *Gptq([moments], 32).int8(weight)
     monkeypatch.setattr(gptq, "ROWS_AT_A_TIME", 4)
-    parts = *Gptq(moments, 32).int4(weight), *Gptq(moments, 32).int8(weight)
+    parts = *Gptq([moments], 32).int4(weight), *Gptq([moments], 32).int8(weight)
     assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
 
 
@@ -142,7 +172,7 @@ def test_channels_that_are_never_used_and_rows_of_zeros() -> None:
     inputs[:, 10:20] = 0
     weight = weight_of(5, 64)
     weight[2] = 0
-    for rounding in (Gptq(inputs.T @ inputs, 32), Gptq(torch.zeros(64, 64), 32)):
+    for rounding in (Gptq([inputs.T @ inputs], 32), Gptq([torch.zeros(64, 64)], 32)):
         for codes, scales in (rounding.int4(weight), rounding.int8(weight)):
             assert torch.isfinite(scales).all() and (scales > 0).all()
             assert not codes[2].any() and codes[3].any()
@@ -150,7 +180,7 @@ def test_channels_that_are_never_used_and_rows_of_zeros() -> None:
 
 def test_of_inputs_that_do_not_depend_on_each_other_it_is_the_nearest_code() -> None:
     weight = weight_of(6, 64)
-    codes, scales = Gptq(torch.eye(64), 32).int4(weight)
+    codes, scales = Gptq([torch.eye(64)], 32).int4(weight)
     nearest = (weight.view(6, 2, 32) / scales[..., None]).round().clamp(-8, 7)
     assert torch.equal(codes.view(6, 2, 32).float(), nearest)
-    assert torch.equal(Gptq(torch.eye(64), 32).int8(weight)[0], grids.int8_per_row(weight)[0])
+    assert torch.equal(Gptq([torch.eye(64)], 32).int8(weight)[0], grids.int8_per_row(weight)[0])

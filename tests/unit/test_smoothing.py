@@ -34,16 +34,20 @@ BIASED = model(
 FAMILIES = {**SPECS, "biases": BIASED}
 
 
+def in_two(site: str, channels: int) -> list[int]:
+    return [channels // 3, channels - channels // 3]
+
+
 def observed(decoder: Decoder, ids: list[int] = IDS, moments: bool = True) -> dict[str, calibration.Inputs]:
     found = {}
-    for n, inputs in observe(decoder, torch.tensor([ids]), lambda _: moments):
+    for n, inputs in observe(decoder, torch.tensor([ids]), in_two if moments else lambda _, channels: []):
         found.update({name if n is None else f"layers.{n}.{name}": value for name, value in inputs.items()})
     return found
 
 
 def fold(decoder: Decoder) -> dict[str, calibration.Inputs]:
     found = {}
-    for n, inputs in observe(decoder, torch.tensor([IDS]), lambda _: True):
+    for n, inputs in observe(decoder, torch.tensor([IDS]), in_two):
         if n is None:
             smoothing.fold_head(decoder, inputs[HEAD])
         else:
@@ -76,9 +80,10 @@ def test_what_is_observed_is_what_one_call_feeds_the_linears(name: str, monkeypa
     for linear, inputs in found.items():
         x = fed[linear]
         torch.testing.assert_close(inputs.fourth, x.pow(4).mean(0), rtol=1e-3, atol=1e-9)
-        want = x.T @ x / len(IDS)
-        torch.testing.assert_close(inputs.moments, want, rtol=1e-3, atol=1e-4 * float(want.abs().max()))
-    assert all(inputs.moments is None for inputs in observed(decoder, moments=False).values())
+        for moments, own in zip(inputs.moments, x.split(in_two(linear, x.shape[1]), 1), strict=True):
+            want = own.T @ own / len(IDS)
+            torch.testing.assert_close(moments, want, rtol=1e-3, atol=1e-4 * float(want.abs().max()))
+    assert all(not inputs.moments for inputs in observed(decoder, moments=False).values())
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -92,9 +97,9 @@ def test_the_folded_model_is_the_model(name: str) -> None:
     assert any(moved), "nothing was folded"
     after = observed(decoder)
     for linear, inputs in found.items():
-        assert inputs.moments is not None and after[linear].moments is not None
         assert torch.equal(inputs.fourth, after[linear].fourth)
-        assert torch.equal(inputs.moments, after[linear].moments)
+        assert len(inputs.moments) == 2
+        assert all(torch.equal(*pair) for pair in zip(inputs.moments, after[linear].moments, strict=True))
 
 
 def test_every_input_but_those_of_experts_is_smoothed_towards_its_weights() -> None:
