@@ -27,6 +27,7 @@ from measuring import table
 from peers.cost import finish
 
 from exporter.machine import machine
+from exporter.quantization.gptq import stretches
 from exporter.quiet import quieten_libraries
 
 GEMMA = {
@@ -179,6 +180,16 @@ def held(whole: int, table_weights: int, layer: int) -> int:
     return max(whole + 4 * (table_weights + layer), 2 * whole)
 
 
+def followed(hidden: int, inner: int) -> int:
+    """Bytes that GPTQ holds beside a layer as wide: the moments of its four inputs, three of which have the hidden
+    size, and the factors of the widest, in the orders of int8 and of int4."""
+
+    def squares(channels: int) -> int:
+        return 4 * sum(size**2 for size in stretches(channels, 32))
+
+    return 3 * squares(hidden) + 3 * squares(inner)
+
+
 def page(results: dict[str, Any]) -> str:
     """docs/export-scaling.md."""
     rows = results["rows"]
@@ -212,7 +223,7 @@ def page(results: dict[str, Any]) -> str:
     for name, (layers, vocabulary, tables) in LARGE.items():
         layer, one = 4096 * (2 * 4096 + 2 * 8 * 128 + 3 * 14336), vocabulary * 4096
         whole = layers * layer + tables * one
-        bound, before = held(whole, one, layer) + most, 7 * whole + most
+        bound, before = held(whole, one, layer) + followed(4096, 14336) + most, 7 * whole + most
         large.append((name, *(f"{count / 1e9:.2f}" for count in (whole, one, layer, bound, before))))
     return f"""# What an export costs by the size of the model
 
@@ -251,18 +262,21 @@ With W weights in all, T in a table (embedding or head) and L in a layer, in byt
 - **verify**: W packed by XNNPACK, and up to W of the file's pages.
 
 So `held` is the larger of W + 4 (T + L) and 2 W. Calibration adds the activations of one layer, 512 tokens at a time,
-and the keys and values of 2,048; libraries, tokenizer and graphs are the same whatever the width.
+and the keys and values of 2,048, and GPTQ moments of a layer's inputs and factors of one of them, at most 8 KB a
+channel each; libraries, tokenizer and graphs are the same whatever the width.
 
 ## An 8B model
 
-Not run: the bound is `held` of such shapes (hidden 4096, inner 14336, 8 KV heads of 128) and the largest `rest` seen
-above, {most / 1e9:.2f} GB. Before weights were streamed, verification held the float model, the decoder's integers and
-the loaded program at once, 7 W: the last column.
+Not run: the bound is `held` of such shapes (hidden 4096, inner 14336, 8 KV heads of 128), what GPTQ holds then,
+{followed(4096, 14336) / 1e9:.2f} GB, and the largest `rest` seen above, {most / 1e9:.2f} GB. Before weights were
+streamed, verification held the float model, the decoder's integers and the loaded program at once, 7 W: the last
+column.
 
 {table(("shape", "W, G", "T, G", "L, G", "bound, GB", "before, GB"), large)}
 
 What grows with the model and is not in the bound is time: three forward passes over some 3,400 tokens in float32,
-2 W operations each, take most of the CPU seconds of a large model, and lowering grows with the number of layers only.
+2 W operations each, and GPTQ, whose work grows with W too, take most of the CPU seconds of a large model, and lowering
+grows with the number of layers only.
 """
 
 
