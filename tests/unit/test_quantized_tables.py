@@ -193,6 +193,13 @@ def test_a_group_that_does_not_divide_is_refused_before_any_work() -> None:
         quantize(decoder_of(spec), QuantizationSpec(linear="int8", head="int4", smooth=True))
 
 
+def test_int8_has_no_groups_by_gptq_either() -> None:
+    spec = model(attention(8), hidden_size=48)
+    decoder = quantized(spec, QuantizationSpec(linear="int8", head="int8", rounding="gptq"))
+    float_logits, logits = logits_of(decoder_of(spec)), logits_of(decoder)
+    assert float((logits - float_logits).norm() / float_logits.norm()) < 0.02
+
+
 def linear_bits(rows: int, columns: int, bits: int) -> int:
     return rows * columns * bits + (rows * 32 if bits == 8 else rows * columns // 32 * 16)
 
