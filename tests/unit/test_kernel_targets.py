@@ -76,7 +76,7 @@ class Case:
     heads: tuple[int, int, int]  # of the query, of keys and values, head_dim
     query_len: int
     rows: int
-    how: str  # "causal", "whole": every query sees all rows, or "masked"
+    how: str  # "causal"; "whole": every query sees all rows; "masked"; "late": masked from all but the last rows
 
     def added(self) -> Tensor:
         generator = torch.Generator().manual_seed(self.rows)
@@ -84,6 +84,8 @@ class Case:
             return torch.zeros(self.query_len, self.rows)
         if self.how == "causal":
             return torch.full((self.query_len, self.rows), -torch.inf).triu(1 + self.rows - self.query_len)
+        if self.how == "late":  # so far below 0 that a part without a row must not count as one of scores 0
+            return torch.full((self.query_len, self.rows), -100.0).index_fill(1, torch.arange(128), -torch.inf)
         visible = torch.rand(self.query_len, self.rows, generator=generator) < 0.3
         return torch.randn(self.query_len, self.rows, generator=generator).where(visible, torch.tensor(-torch.inf))
 
@@ -106,6 +108,8 @@ CASES = (
     Case((10, 2, 33), 1, 257, "causal"),
     Case((10, 2, 33), 12, 64, "masked"),
     Case((4, 2, 100), 1, 3, "masked"),
+    Case((4, 2, 100), 1, 200, "late"),
+    Case((4, 2, 100), 5, 200, "late"),
     Case((4, 2, 100), 7, 130, "whole"),
 )
 
@@ -143,7 +147,7 @@ def given(case: Case, kind: torch.dtype) -> Given:
             own = [torch.cat([one, one[:, :1].expand(-1, len(hidden) - case.rows, -1, -1)], 1) for one in own]
             own[-1][:, hidden] = torch.nan
         arrays += own
-    masked = case.how == "masked"
+    masked = case.how in ("masked", "late")
     numbers = (case.query_len, len(hidden), *case.heads, case.rows - case.query_len, case.how == "causal", masked)
     header = struct.pack("=9qd", KINDS.index(kind), *numbers, SCALE)
     arrays += [added] if masked else []

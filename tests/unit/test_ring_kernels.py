@@ -91,8 +91,8 @@ def attended(query: Tensor, keys: Tensor, values: Tensor, added: Tensor) -> Tens
 
 @cache
 def multiplies_in_bfloat16(*command: str) -> bool:
-    """Whether chunks over float16 and int8 rows are multiplied in bfloat16 by what a compiler makes with its options, or
-    by what `runtime_ref` makes here."""
+    """Whether chunks over float16 and int8 rows are multiplied in bfloat16 by what a compiler makes with its options,
+    or by what `runtime_ref` makes here."""
     tool = ring_kernels.compiler()
     assert tool is not None
     macros = [*(command or (tool, ring_kernels.NATIVE)), "-dM", "-E", "-x", "c++", "/dev/null"]
