@@ -92,7 +92,7 @@ template <typename E>
 struct TileOf {
   using Type = FloatTile<E>;
 };
-#if defined(__AVX512BF16__)
+#if defined(RING_BF16)
 template <>
 struct TileOf<Half> {
   using Type = Bf16Tile<Half>;

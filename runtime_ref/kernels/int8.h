@@ -43,7 +43,7 @@ constexpr uint8_t kBias = 128;
 inline IntVec add_dots(IntVec sums, Bytes key, Bytes query) {
   return (IntVec)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)key, (__m256i)query);
 }
-#elif defined(__ARM_FEATURE_DOTPROD) && defined(__aarch64__)
+#elif defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
 constexpr bool kIntegerDots = true;
 constexpr uint8_t kBias = 0;
 inline IntVec add_dots(IntVec sums, Bytes key, Bytes query) {

@@ -97,7 +97,7 @@ def multiplies_in_bfloat16(*command: str) -> bool:
     assert tool is not None
     macros = [*(command or (tool, ring_kernels.NATIVE)), "-dM", "-E", "-x", "c++", "/dev/null"]
     known = subprocess.run(macros, capture_output=True, text=True, check=True).stdout
-    return "__AVX512BF16__" in known
+    return "__AVX512BF16__" in known or "__ARM_FEATURE_BF16_VECTOR_ARITHMETIC" in known
 
 
 def assert_attends(
