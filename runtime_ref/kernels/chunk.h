@@ -1,9 +1,10 @@
 // Attention of several queries.
 //
 // The N = Q G queries of a KV head, query by query and within it head by head, are cut into tiles of kTile. A tile's
-// queries lie transposed, [D, tile], so that every vector runs along the tile: one number of a key or value goes against
-// the whole tile, and softmax needs no sums across a vector. Rows go by in blocks of kBlock, with the running maximum and
-// sum of online softmax (Milakov and Gimelshein, 2018). Where rows have to be converted, two tiles share them.
+// queries lie transposed, [D, tile], so that every vector runs along the tile: one number of a key or value goes
+// against the whole tile, and softmax needs no sums across a vector. Rows go by in blocks of kBlock, with the running
+// maximum and sum of online softmax (Milakov and Gimelshein, 2018). Where rows have to be converted, two tiles share
+// them.
 #pragma once
 
 #include <algorithm>
@@ -113,7 +114,8 @@ struct Progress {
 };
 
 template <typename E, typename Products>
-void begin_tile(const Attention<E>& a, int64_t kv_head, int64_t begin_query, Progress& to, int which, Products& products) {
+void begin_tile(
+    const Attention<E>& a, int64_t kv_head, int64_t begin_query, Progress& to, int which, Products& products) {
   const int64_t group = a.group();
   to.used = std::min<int64_t>(kTile, a.query_len * group - begin_query);
   to.tile.first = begin_query / group;
