@@ -93,7 +93,7 @@ template <typename E>
 struct TileOf {
   using Type = FloatTile<E>;
 };
-#if defined(__AVX512BF16__)
+#if defined(RING_BF16)
 template <>
 struct TileOf<Half> {
   using Type = Bf16Tile<Half>;
@@ -161,11 +161,12 @@ void attend_tiles(const Attention<E>& a, int64_t kv_head, int64_t begin_query) {
   float* scores = scratch.data();
   Progress tiles[kTilesTogether<E>];
   int together = 0;
-  for (; together < kTilesTogether<E> && begin_query < a.query_len * a.group(); begin_query += kTile) {
+  do {
     tiles[together].out = scores + (kBlock + together * a.head_dim) * kTile;
     begin_tile(a, kv_head, begin_query, tiles[together], together, products);
+    begin_query += kTile;
     ++together;
-  }
+  } while (together < kTilesTogether<E> && begin_query < a.query_len * a.group());
   const int64_t first = tiles[0].tile.first, last = tiles[together - 1].tile.last;
   const int64_t limit = a.mask ? a.rows : a.start + (a.causal ? last + 1 : a.query_len);
   for (int64_t begin = 0; begin < limit; begin += kBlock) {

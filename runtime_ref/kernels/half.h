@@ -6,12 +6,6 @@
 
 #include "vectors.h"
 
-#if defined(__F16C__) || defined(__AVX512F__)
-#include <immintrin.h>
-#elif defined(__aarch64__)
-#include <arm_neon.h>
-#endif
-
 namespace ring {
 
 struct Half {

@@ -29,20 +29,30 @@ inline const int8_t* numbers(Int8Rows rows) { return rows.integers; }
 
 typedef uint8_t Bytes __attribute__((vector_size(kWidth * 4)));
 
-// Every lane of `sums` plus the products of four numbers without a sign with four that have one.
+// Every lane of `sums` plus the products of four numbers of a key, to which kBias was added, with four of a query. x86
+// multiplies numbers without a sign with such that have one: 128 more takes the signs away.
 #if defined(__AVX512VNNI__)
 constexpr bool kIntegerDots = true;
-inline IntVec add_dots(IntVec sums, Bytes without, Bytes with) {
-  return (IntVec)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)without, (__m512i)with);
+constexpr uint8_t kBias = 128;
+inline IntVec add_dots(IntVec sums, Bytes key, Bytes query) {
+  return (IntVec)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)key, (__m512i)query);
 }
 #elif defined(__AVXVNNI__) && !defined(__AVX512F__)
 constexpr bool kIntegerDots = true;
-inline IntVec add_dots(IntVec sums, Bytes without, Bytes with) {
-  return (IntVec)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)without, (__m256i)with);
+constexpr uint8_t kBias = 128;
+inline IntVec add_dots(IntVec sums, Bytes key, Bytes query) {
+  return (IntVec)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)key, (__m256i)query);
+}
+#elif defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
+constexpr bool kIntegerDots = true;
+constexpr uint8_t kBias = 0;
+inline IntVec add_dots(IntVec sums, Bytes key, Bytes query) {
+  return (IntVec)vdotq_s32((int32x4_t)sums, (int8x16_t)key, (int8x16_t)query);
 }
 #else
 constexpr bool kIntegerDots = false;
-IntVec add_dots(IntVec sums, Bytes without, Bytes with);
+constexpr uint8_t kBias = 0;
+IntVec add_dots(IntVec sums, Bytes key, Bytes query);
 #endif
 
 inline Bytes load_bytes(const int8_t* from, int64_t count = sizeof(Bytes)) {
@@ -51,13 +61,12 @@ inline Bytes load_bytes(const int8_t* from, int64_t count = sizeof(Bytes)) {
   return out;
 }
 
-// dots[g * kPart + i] of rows i .. i + R - 1 with G heads of the query. Keys get 128 added, which takes their signs
-// away; `less` [G] starts every sum at what that adds.
+// dots[g * kPart + i] of rows i .. i + R - 1 with G heads of the query; `less` [G] starts every sum at what kBias adds.
 template <int G, int R>
 inline void integer_dots(
     int64_t head_dim, int64_t row_size, const int8_t* query, const IntVec* less, const int8_t* const* keys,
     const int8_t* const* values, float* dots) {
-  const Bytes sign = Bytes{} + uint8_t{128};
+  const Bytes bias = Bytes{} + kBias;
   IntVec sums[G * R];
 #pragma GCC unroll 4
   for (int g = 0; g < G; ++g) {
@@ -76,7 +85,7 @@ inline void integer_dots(
     }
     Bytes key[R];
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) key[r] = load_bytes(keys[r] + d) ^ sign;
+    for (int r = 0; r < R; ++r) key[r] = load_bytes(keys[r] + d) + bias;
 #pragma GCC unroll 4
     for (int g = 0; g < G; ++g) {
       const Bytes q = load_bytes(query + g * head_dim + d);
@@ -86,7 +95,7 @@ inline void integer_dots(
   }
   if (d < head_dim) {
     for (int r = 0; r < R; ++r) {
-      const Bytes key = load_bytes(keys[r] + d, head_dim - d) ^ sign;
+      const Bytes key = load_bytes(keys[r] + d, head_dim - d) + bias;
       for (int g = 0; g < G; ++g) {
         sums[g * R + r] = add_dots(sums[g * R + r], key, load_bytes(query + g * head_dim + d, head_dim - d));
       }
@@ -104,13 +113,13 @@ template <int G>
 void integer_dots(
     int64_t head_dim, int64_t row_size, const int8_t* query, const int8_t* const* keys, const int8_t* const* values,
     int64_t count, float* dots) {
-  const Bytes all_128 = Bytes{} + uint8_t{128};
+  const Bytes bias = Bytes{} + kBias;
   IntVec less[G] = {};
   for (int g = 0; g < G; ++g) {
     for (int64_t d = 0; d < head_dim; d += sizeof(Bytes)) {
       const int64_t left = head_dim - d;
       const int64_t length = left < int64_t(sizeof(Bytes)) ? left : int64_t(sizeof(Bytes));
-      less[g] = add_dots(less[g], all_128, load_bytes(query + g * head_dim + d, length));
+      less[g] = add_dots(less[g], bias, load_bytes(query + g * head_dim + d, length));
     }
     less[g] = -less[g];
   }

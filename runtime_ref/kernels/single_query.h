@@ -109,6 +109,10 @@ void single_part(
     }
     index[count++] = t;
   }
+  if (!count) {  // by this the rest of what it leaves is known not to matter
+    std::fill(largest, largest + G, kNever);
+    return;
+  }
   float scores[G * kPart];
   part_dots<G>(a, head, query, keys, values, count, scores);
   int64_t i = 0;
@@ -133,7 +137,7 @@ void single_part(
       store(own + v, weight);
     }
     largest[g] = most;
-    sums[g] = count ? sum(total) : 0.0f;
+    sums[g] = sum(total);
     if constexpr (scaled) {
       for (i = 0; i < count; ++i) own[i] *= value_scales[i];
     }

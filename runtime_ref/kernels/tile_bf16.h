@@ -2,9 +2,8 @@
 // does. For rows that were rounded when they were stored. int8 is exact in it, and its scales come afterwards.
 #pragma once
 
-#if defined(__AVX512BF16__)
-
-#include <immintrin.h>
+#if defined(__AVX512BF16__) || (defined(__aarch64__) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC))
+#define RING_BF16
 
 #include <type_traits>
 
@@ -18,29 +17,47 @@ namespace ring {
 // Two bfloat16 numbers, the first one in the low half.
 using Pair = uint32_t;
 
-inline __m256i rounded(Vec value) { return (__m256i)_mm512_cvtneps_pbh((__m512)value); }
+typedef Pair PairVec __attribute__((vector_size(sizeof(Vec))));
+
+#if defined(__AVX512BF16__)
+using Rounded = __m256i;
+inline Rounded rounded(Vec value) { return (__m256i)_mm512_cvtneps_pbh((__m512)value); }
+inline PairVec widened(Rounded value) { return (PairVec)_mm512_cvtepu16_epi32(value); }
+inline Vec add_products(Vec sum, PairVec one, PairVec many) {
+  return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)one, (__m512bh)many);
+}
+#else
+using Rounded = uint16x4_t;
+inline Rounded rounded(Vec value) { return vreinterpret_u16_bf16(vcvt_bf16_f32((float32x4_t)value)); }
+inline PairVec widened(Rounded value) { return (PairVec)vmovl_u16(value); }
+inline Vec add_products(Vec sum, PairVec one, PairVec many) {
+  return (Vec)vbfdotq_f32(
+      (float32x4_t)sum, vreinterpretq_bf16_u32((uint32x4_t)one), vreinterpretq_bf16_u32((uint32x4_t)many));
+}
+#endif
 
 // Lane i: a[i] below, b[i] above.
-inline __m512i interleaved(Vec a, Vec b) {
-  const __m512i low = _mm512_cvtepu16_epi32(rounded(a)), high = _mm512_cvtepu16_epi32(rounded(b));
-  return _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+inline PairVec interleaved(Vec a, Vec b) { return widened(rounded(a)) | widened(rounded(b)) << 16; }
+
+inline PairVec load(const Pair* from) {
+  PairVec out;
+  std::memcpy(&out, from, sizeof(out));
+  return out;
 }
 
-inline Vec add_products(Vec sum, Pair one, __m512i many) {
-  return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(static_cast<int>(one)), (__m512bh)many);
-}
+inline void store(Pair* to, PairVec value) { std::memcpy(to, &value, sizeof(value)); }
 
 // sums[r][tile] += sum over p of one[r * row_step + p * pair_step] * many[p][tile].
 template <int R>
 inline void add_pairs(
     Vec (&sums)[R][kTileVecs], const Pair* one, int64_t row_step, int64_t pair_step, const Pair* many, int64_t pairs) {
   for (int64_t p = 0; p < pairs; ++p) {
-    __m512i tile[kTileVecs];
+    PairVec tile[kTileVecs];
 #pragma GCC unroll 4
-    for (int v = 0; v < kTileVecs; ++v) tile[v] = _mm512_loadu_si512(many + p * kTile + v * kWidth);
+    for (int v = 0; v < kTileVecs; ++v) tile[v] = load(many + p * kTile + v * kWidth);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      const Pair pair = one[r * row_step + p * pair_step];
+      const PairVec pair = PairVec{} + one[r * row_step + p * pair_step];
 #pragma GCC unroll 4
       for (int v = 0; v < kTileVecs; ++v) sums[r][v] = add_products(sums[r][v], pair, tile[v]);
     }
@@ -99,7 +116,7 @@ class Bf16Tile {
     const Vec factors = splat(kScaled ? 1.0f : factor);
     for (int64_t d = 0; d < padded_; d += kWidth) {
       uint16_t lanes[kWidth];
-      const __m256i some = rounded(part(query, d) * factors);
+      const Rounded some = rounded(part(query, d) * factors);
       std::memcpy(lanes, &some, sizeof(lanes));
       for (int i = 0; i < kWidth; i += 2) to[(d + i) / 2 * kTile] = lanes[i] | Pair(lanes[i + 1]) << 16;
     }
@@ -110,14 +127,14 @@ class Bf16Tile {
     count_ = count;
     for (int64_t i = 0; i < count; ++i) {
       for (int64_t d = 0; d < padded_; d += kWidth) {
-        const __m256i some = rounded(part(keys[i], d));
+        const Rounded some = rounded(part(keys[i], d));
         std::memcpy(keys_ + (i * padded_ + d) / 2, &some, sizeof(some));
       }
     }
     for (int64_t i = 0; i < count; i += 2) {
       for (int64_t d = 0; d < padded_; d += kWidth) {
         const Vec second = i + 1 < count ? part(values[i + 1], d) : Vec{};
-        _mm512_storeu_si512(values_ + i / 2 * padded_ + d, interleaved(part(values[i], d), second));
+        store(values_ + i / 2 * padded_ + d, interleaved(part(values[i], d), second));
       }
     }
     if constexpr (kScaled) {
@@ -155,7 +172,7 @@ class Bf16Tile {
           first *= value_scales_[i];
           if (i + 1 < count_) second *= value_scales_[i + 1];
         }
-        _mm512_storeu_si512(weights_ + i / 2 * kTile + v * kWidth, interleaved(first, second));
+        store(weights_ + i / 2 * kTile + v * kWidth, interleaved(first, second));
       }
     }
     const int64_t pairs = (count_ + 1) / 2;

@@ -8,6 +8,8 @@
 
 #if defined(__AVX2__) || defined(__AVX512F__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace ring {
@@ -37,6 +39,11 @@ inline Vec load(const int8_t* from) {
   return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 #elif defined(__AVX2__)
   return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#elif defined(__aarch64__)
+  // GCC makes four conversions of single numbers of what is below.
+  uint32_t lanes;
+  std::memcpy(&lanes, from, sizeof(lanes));
+  return (Vec)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u32(vdup_n_u32(lanes))))));
 #else
   typedef int8_t Narrow __attribute__((vector_size(kWidth)));
   Narrow lanes;

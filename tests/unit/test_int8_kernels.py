@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,8 +25,8 @@ from test_ring_kernels import (
 from torch import Tensor
 from torch.export import Dim, export
 
-from runtime_ref.programs import pte, ring_kernels
-from runtime_ref.programs.ring_kernels import SOURCES, use_ring_kernels
+from runtime_ref.programs import pte
+from runtime_ref.programs.ring_kernels import use_ring_kernels
 
 pte.prepare()
 STOCK_BOUND = 1e-5  # ExecuTorch's kernel adds up all rows in one go; 4.1e-6 was seen
@@ -196,64 +194,3 @@ def test_the_number_of_threads_changes_no_bit() -> None:
     finally:
         portable_lib._unsafe_reset_threadpool(before)
     assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[3])
-
-
-DIRECT = """
-#include "attention.h"
-#include <cmath>
-#include <cstdio>
-#include <vector>
-using namespace ring;
-int main() {
-  double worst = 0;
-  for (int64_t D : {5, 16, 40, 64, 100, 256}) for (int64_t G : {1, 3, 4, 6}) for (int64_t T : {1, 2, 3, 127, 300}) {
-    const int64_t K = 2, H = K * G;
-    std::vector<int8_t> q(H * D), k(T * K * D), v(T * K * D);
-    std::vector<float> qs(H), ks(T * K), vs(T * K), out(H * D);
-    unsigned state = D * 1000 + G * 100 + T;
-    const auto next = [&] { return int(state = state * 1664525u + 1013904223u) >> 24; };  // -128 .. 127
-    for (auto* all : {&q, &k, &v}) for (auto& x : *all) x = next();
-    for (auto* all : {&qs, &ks, &vs}) for (auto& x : *all) x = (next() + 200) * 5e-5f;
-    Attention<int8_t> a{1, T, H, K, D, {q.data(), qs.data(), D}, {k.data(), ks.data(), D}, {v.data(), vs.data(), D},
-                        nullptr, T - 1, true, 0.1f, out.data()};
-    attend(a, [](int64_t count, const std::function<void(int64_t)>& task) {
-      for (int64_t i = 0; i < count; ++i) task(i);
-    });
-    for (int64_t h = 0; h < H; ++h) {
-      std::vector<double> w(T);
-      double total = 0;
-      for (int64_t t = 0; t < T; ++t) {
-        double dot = 0;
-        for (int64_t d = 0; d < D; ++d) dot += q[h * D + d] * k[(t * K + h / G) * D + d];
-        total += w[t] = std::exp(0.1 * dot * qs[h] * ks[t * K + h / G]);
-      }
-      for (int64_t d = 0; d < D; ++d) {
-        double wanted = 0;
-        for (int64_t t = 0; t < T; ++t) {
-          wanted += w[t] / total * v[(t * K + h / G) * D + d] * vs[t * K + h / G];
-        }
-        worst = std::fmax(worst, std::fabs(wanted - out[h * D + d]));
-      }
-    }
-  }
-  std::printf("%g", worst);
-}
-"""
-X86 = ("-march=x86-64", "-march=x86-64-v3", "-march=x86-64-v3 -mavxvnni", "-march=skylake-avx512")
-
-
-@pytest.mark.parametrize("flag", [ring_kernels.NATIVE, *X86])
-def test_every_width_of_vectors_and_dot_products_of_integers_or_of_floats(flag: str, tmp_path: Path) -> None:
-    tool = ring_kernels.compiler()
-    assert tool is not None
-    source, binary = tmp_path / "direct.cpp", tmp_path / "direct"
-    source.write_text(DIRECT)
-    files = [str(SOURCES / "attention.cpp"), str(source), "-o", str(binary), f"-I{SOURCES}"]
-    command = [tool, "-std=c++17", "-O2", *flag.split(), *files]
-    built = subprocess.run(command, capture_output=True, text=True, check=False)
-    if built.returncode:
-        pytest.skip(f"no {flag} here: {built.stderr.splitlines()[0]}")
-    done = subprocess.run([binary], capture_output=True, text=True, check=False)
-    if done.returncode < 0:
-        pytest.skip(f"this processor has no {flag}")
-    assert float(done.stdout) < BOUND
