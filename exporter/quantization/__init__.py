@@ -6,8 +6,9 @@ import torch
 
 from exporter.machine import release_freed_memory
 from exporter.model.decoder import Decoder, ReadParameter, all_read
-from exporter.quantization import calibration, gptq, smoothing
-from exporter.quantization.linears import check_linears, linear_names, quantize_linears, rounding_to_follow
+from exporter.quantization import calibration, smoothing
+from exporter.quantization.gptq import Gptq, stretches
+from exporter.quantization.linears import Nearest, Rounding, check_linears, linear_names, quantize_linears
 from exporter.quantization.modules import QuantizedEmbedding, QuantizedLinear, SplitEmbedding, SplitLinear
 from exporter.quantization.tables import check_tables, quantize_tables
 from exporter.spec import QuantizationSpec
@@ -31,11 +32,12 @@ def quantize(
 
     Raises:
         ConfigError: `group_size` does not divide a quantised weight's input channels, or `keep_int8` names nothing.
+        CheckpointError: what goes through the float model is not finite.
     """
     check_linears(decoder, spec)
     check_tables(decoder, spec)
     if not spec.is_calibrated:
-        rounding = rounding_to_follow((), spec)
+        rounding = Nearest(spec.group_size)
         for layer in (f"layers.{n}" for n in range(len(decoder.layers))):
             decoder.read_part(layer, read)
             quantize_linears(decoder, spec, linear_names(decoder, f"{layer}."), rounding)
@@ -44,23 +46,27 @@ def quantize(
         return
     assert ids is not None, "smoothing and GPTQ follow the inputs of the model"
 
-    def stretches(site: str, channels: int) -> list[int]:
-        return gptq.stretches(channels, spec.group_size) if _rounded_by_gptq(spec, site) else []
+    def cuts(site: str, channels: int) -> list[int]:
+        return stretches(channels, spec.group_size) if _rounded_by_gptq(spec, site) else []
 
-    for n, inputs in calibration.observe(decoder, ids, stretches, read):
+    def rounding_at(site: str, inputs: calibration.Inputs) -> Rounding:
+        by_gptq = _rounded_by_gptq(spec, site)
+        return Gptq(inputs.moments, spec.group_size) if by_gptq else Nearest(spec.group_size)
+
+    for n, inputs in calibration.observe(decoder, ids, cuts, read):
         if n is None:
             release_freed_memory()  # of the layers' floats
             head = inputs[calibration.HEAD]
             if spec.smooth and spec.head != "none":
                 smoothing.fold_head(decoder, head)
-            quantize_tables(decoder, spec, rounding_to_follow(head.moments, spec), read)
+            quantize_tables(decoder, spec, rounding_at(calibration.HEAD, head), read)
             continue
         users = calibration.sites(decoder.layers[n])
         if spec.smooth and spec.linear != "none":
             smoothing.fold_layer(decoder.layers[n], inputs)
         for site, names in users.items():
             full = [f"layers.{n}.{name}" for name in names]
-            quantize_linears(decoder, spec, full, rounding_to_follow(inputs[site].moments, spec))
+            quantize_linears(decoder, spec, full, rounding_at(site, inputs[site]))
 
 
 def _rounded_by_gptq(spec: QuantizationSpec, site: str) -> bool:

@@ -5,7 +5,7 @@ Letters: T tokens, D hidden_size, K input channels of a linear.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +13,11 @@ from pydoc_data import topics
 
 import torch
 from tokenizers import Tokenizer
+from torch.utils.hooks import RemovableHandle
 
 from exporter.cache.plain import PlainKernels
 from exporter.english import english_text
+from exporter.errors import CheckpointError
 from exporter.model.attention import Attention
 from exporter.model.decoder import Decoder, DecoderLayer, ReadParameter, all_read
 from exporter.model.mlp import MLP
@@ -73,23 +75,23 @@ class Inputs:
     moments: list[torch.Tensor]
 
     @classmethod
-    def none_yet(cls, channels: int, stretches: Sequence[int]) -> Inputs:
-        return cls(torch.zeros(channels), [torch.zeros(size, size) for size in stretches])
+    def none_yet(cls, channels: int, sizes: Sequence[int]) -> Inputs:
+        return cls(torch.zeros(channels), [torch.zeros(size, size) for size in sizes])
 
     def see(self, x: torch.Tensor, total: int) -> None:
         """``x [1, Q, K]``, of `total` tokens in all."""
         rows = x[0]
         self.fourth += rows.square().square_().sum(0).div_(total)
-        for moments, own in zip(self.moments, self._stretches(rows), strict=True):
+        for moments, own in zip(self.moments, self._cut(rows), strict=True):
             moments.addmm_(own.T, own, alpha=1 / total)
 
     def divide(self, factors: torch.Tensor) -> None:
         """Channel k of the input is now divided by ``factors[k]``."""
         self.fourth = self.fourth / factors.pow(4)
-        for moments, own in zip(self.moments, self._stretches(factors), strict=True):
+        for moments, own in zip(self.moments, self._cut(factors), strict=True):
             moments.div_(own[:, None]).div_(own)
 
-    def _stretches(self, channels: torch.Tensor) -> Sequence[torch.Tensor]:
+    def _cut(self, channels: torch.Tensor) -> Sequence[torch.Tensor]:
         """``[..., K]`` cut as `moments` are."""
         return channels.split([len(moments) for moments in self.moments], -1) if self.moments else ()
 
@@ -124,9 +126,14 @@ def over_plain_kernels(layer: DecoderLayer) -> Iterator[None]:
         layer.mixer.kernels = own
 
 
+Cuts = Callable[[str, int], Sequence[int]]
+"""Of the name of a site, such as ``layers.0.mixer.q_proj`` or ``lm_head``, and its channels: how many of them each
+matrix of moments is of, or none where none are needed."""
+
+
 @torch.no_grad()
 def observe(
-    decoder: Decoder, ids: torch.Tensor, stretches: Callable[[str, int], Sequence[int]], read: ReadParameter = all_read
+    decoder: Decoder, ids: torch.Tensor, cuts: Cuts, read: ReadParameter = all_read
 ) -> Iterator[tuple[int | None, dict[str, Inputs]]]:
     """Run the float `decoder` layer by layer, and give each layer's number and inputs once it is done with it; at last
     None and the head's.
@@ -138,9 +145,11 @@ def observe(
     Args:
         decoder: run over plain kernels.
         ids: int64 ``[1, T]``.
-        stretches: of the name of a site, such as ``layers.0.mixer.q_proj`` or ``lm_head``, and its channels: how many
-            of them each matrix of moments is of, or none where none are needed.
+        cuts: which moments are asked for.
         read: gives the parameters of an unread decoder.
+
+    Raises:
+        CheckpointError: an input is not finite.
     """
     total = ids.shape[1]
     chunks = [(start, min(start + CHUNK, total)) for start in range(0, total, CHUNK)]
@@ -150,17 +159,8 @@ def observe(
         hidden = torch.cat([decoder.embed(ids[:, start:end]) for start, end in chunks], 1)
     for n, layer in enumerate(decoder.layers):
         decoder.read_part(f"layers.{n}", read)
-        found = {}
-        hooks = []
-        for name in sites(layer):
-            linear = layer.get_submodule(name)
-            assert isinstance(linear, torch.nn.Linear)
-            found[name] = Inputs.none_yet(linear.in_features, stretches(f"layers.{n}.{name}", linear.in_features))
-
-            def see(_: torch.nn.Module, arguments: tuple[torch.Tensor], inputs: Inputs = found[name]) -> None:
-                inputs.see(arguments[0], total)
-
-            hooks.append(linear.register_forward_pre_hook(see))
+        found = {name: _nothing_yet(n, layer, name, cuts) for name in sites(layer)}
+        hooks = [_watch(_linear(layer, name), inputs, total) for name, inputs in found.items()]
         specs = [decoder.states[i] for i, _ in decoder.layer_states[n]]
         own = [
             torch.zeros((1, total if s.kind == "full" else s.rows, *s.row_shape), dtype=getattr(torch, s.dtype))
@@ -174,10 +174,40 @@ def observe(
                 )
         for hook in hooks:
             hook.remove()
+        _check_finite(f"layers.{n}.", found)
         yield n, found
+        found.clear()
     for part in ("norm", HEAD):
         decoder.read_part(part, read)
-    head = Inputs.none_yet(hidden.shape[-1], stretches(HEAD, hidden.shape[-1]))
+    head = Inputs.none_yet(hidden.shape[-1], cuts(HEAD, hidden.shape[-1]))
     for start, end in chunks:
         head.see(decoder.norm(hidden[:, start:end]), total)
+    _check_finite("", {HEAD: head})
     yield None, {HEAD: head}
+
+
+def _check_finite(prefix: str, found: Mapping[str, Inputs]) -> None:
+    """Raises CheckpointError: the float model's own numbers are none."""
+    for name, inputs in found.items():
+        if not bool(inputs.fourth.isfinite().all()):
+            raise CheckpointError(
+                "checkpoint",
+                got=f"NaN or infinite numbers in the input of {prefix}{name} when the float model reads English",
+                expected="weights of a model that gives numbers",
+                repair="Look for NaN in the weights up to there: the file is damaged, or not of this architecture.",
+            )
+
+
+def _nothing_yet(number: int, layer: DecoderLayer, site: str, cuts: Cuts) -> Inputs:
+    channels = _linear(layer, site).in_features
+    return Inputs.none_yet(channels, cuts(f"layers.{number}.{site}", channels))
+
+
+def _watch(linear: torch.nn.Linear, inputs: Inputs, total: int) -> RemovableHandle:
+    return linear.register_forward_pre_hook(lambda _, arguments: inputs.see(arguments[0], total))
+
+
+def _linear(layer: DecoderLayer, site: str) -> torch.nn.Linear:
+    linear = layer.get_submodule(site)
+    assert isinstance(linear, torch.nn.Linear)
+    return linear

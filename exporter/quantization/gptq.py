@@ -19,13 +19,13 @@ DAMP = 0.1
 """Share of the mean second moment that is added to all of them: what was not seen is not to be trusted."""
 SEARCH_STEPS = 16
 ROWS_AT_A_TIME = 2048  # a group of them, transposed, stays in the cache
-COLUMNS_TOGETHER = 2048
-INT8_COLUMNS = 64
+COLUMNS_TOGETHER = 2048  # the widest input of the models that were measured
+INT8_COLUMNS = 64  # their errors reach the columns behind them as one product of matrices
 
 
 def stretches(channels: int, group_size: int) -> list[int]:
-    """Sizes of the stretches into which K channels are cut, multiples of `group_size` if K is one, as few and as equal
-    as can be.
+    """Sizes of the stretches into which K channels are cut, at most `COLUMNS_TOGETHER` or a group, multiples of
+    `group_size` if K is one, as few and as equal as can be.
 
     A column makes up for those of its own stretch only: what GPTQ takes then grows with K as the weights do, and not
     with its square (moments) and cube (their factors). The models measured in docs/quantization.md have one stretch.
@@ -84,6 +84,7 @@ class Gptq:
             for rows in row_blocks(weight, ROWS_AT_A_TIME):
                 yield rows, columns, order
             start = columns.stop
+        assert start == weight.shape[1], "moments of other channels"
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class _Order:
 def _error_factors(moments: torch.Tensor) -> torch.Tensor:
     """Upper triangular U, float32 ``[k, k]``, with ``U^T U`` the inverse of the damped moments, which are changed.
 
-    Rounding column j by ``d`` costs ``(d / U_jj)^2``, if the columns k behind it move by ``-d U_jk / U_jj``. With
+    Rounding column j by ``d`` costs ``(d / U_jj)^2``, if the columns l behind it move by ``-d U_jl / U_jj``. With
     ``moments = R R^T`` and R upper triangular, which is a Cholesky factor from the other end, U is the inverse of R.
     """
     diagonal = moments.diagonal()

@@ -14,7 +14,6 @@ import torch
 from exporter.errors import ConfigError
 from exporter.model.decoder import Decoder
 from exporter.quantization import grids
-from exporter.quantization.gptq import Gptq
 from exporter.quantization.modules import QuantizedLinear
 from exporter.spec import PRESETS, QuantizationSpec
 
@@ -94,11 +93,6 @@ def quantize_linears(decoder: Decoder, spec: QuantizationSpec, names: Sequence[s
         else:
             quantized = QuantizedLinear(*rounding.int4(weight), bias, spec.group_size)
         setattr(decoder.get_submodule(parent), own_name, quantized)
-
-
-def rounding_to_follow(moments: Sequence[torch.Tensor], spec: QuantizationSpec) -> Rounding:
-    """GPTQ where the moments of the input were asked for, each weight to its nearest code where not."""
-    return Gptq(moments, spec.group_size) if moments else Nearest(spec.group_size)
 
 
 def check_group(channels: int, name: str, group_size: int) -> None:

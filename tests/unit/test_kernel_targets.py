@@ -24,7 +24,9 @@ from runtime_ref.programs import ring_kernels
 from runtime_ref.programs.ring_kernels import NATIVE, SOURCES
 
 DRIVERS = Path(__file__).resolve().parents[1] / "native"
-X86 = ("-march=x86-64", "-march=x86-64-v3", "-march=x86-64-v3 -mavxvnni", "-march=skylake-avx512")
+X86 = (
+    "-march=x86-64", "-march=x86-64-v3", "-march=x86-64-v3 -mavxvnni", "-march=skylake-avx512", "-march=cooperlake",
+)  # fmt: skip
 # What every ARM of 64 bits has; products of int8 (phones since 2018); products of bfloat16 (since 2021).
 ARM = ("-march=armv8-a", "-march=armv8.2-a+dotprod+fp16", "-march=armv8.6-a+bf16+i8mm")
 ON_ARM = NATIVE.startswith("-mcpu")
@@ -55,7 +57,10 @@ class Target:
 
 def targets() -> Iterator[object]:
     """With the compiler that `runtime_ref` uses, or the one for ARM, and with clang, which apps use."""
-    clang = shutil.which("clang++")
+    names = ("clang++", *(f"clang++-{version}" for version in range(30, 13, -1)))
+    clang = next(filter(None, map(shutil.which, names)), None)
+    if not clang:
+        yield pytest.param(None, id="clang", marks=pytest.mark.skip(reason="install clang"))
     for tool in dict.fromkeys(filter(None, (ring_kernels.compiler(), clang))):
         for options in ARM if ON_ARM else X86:
             yield pytest.param(Target((tool, *options.split())), id=f"{Path(tool).name}{options}")

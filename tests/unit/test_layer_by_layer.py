@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from tiny_models import SPECS, decoder_of, one_thread, token_ids  # noqa: F401
 from toy import toy_manifest
 
 from exporter.cache.plain import PlainKernels
+from exporter.errors import CheckpointError
 from exporter.model.decoder import Decoder
-from exporter.quantization import QuantizedLinear, quantize
+from exporter.quantization import QuantizedLinear, calibration, gptq, quantize
 from exporter.quantization.modules import floats_held
 from exporter.runs import Calls, eager_session, run, run_by_layers
-from exporter.spec import CachePolicy, Manifest, QuantizationSpec, state_specs
+from exporter.spec import PRESETS, CachePolicy, Manifest, QuantizationSpec, state_specs
 
 CONTEXT = 192
 IDS = torch.tensor([token_ids(100, seed=3)])
 QUANTIZATIONS = {
-    "accurate": QuantizationSpec(linear="int8", embedding="int8", head="int8", smooth=True),
+    "accurate": PRESETS["accurate"],
     "plain": QuantizationSpec(linear="int8", embedding="int8", head="int8"),
     "gptq": QuantizationSpec(
         linear="int4", keep_int8=("o_proj",), head="int4", embedding="int8", rounding="gptq", smooth=True
@@ -67,6 +70,60 @@ def test_quantising_while_reading_gives_the_same_model(name: str, rules: str) ->
     assert not any(parameter.is_meta for parameter in decoder.parameters())
     ours, theirs = decoder.state_dict(), whole.state_dict()
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_what_a_layer_was_read_and_observed_for_is_gone_before_the_next_is_read() -> None:
+    """Float weights, moments of inputs: whatever refers to them."""
+    decoder, read = unread(decoder_of(SPECS["gemma"]))
+    alive: list[tuple[str, weakref.ref[torch.Tensor]]] = []
+
+    def watched(name: str) -> torch.Tensor:
+        part = name.split(".")[1] if name.startswith("layers.") else name
+        left = [of for of, one in alive if of != part and one() is not None]
+        assert not left, f"{name} is read while something of layer {left} is there"
+        tensor = read(name)
+        if name.startswith("layers.") and "norm" not in name:
+            alive.append((part, weakref.ref(tensor)))
+        return tensor
+
+    made, inputs = calibration.Inputs.none_yet.__func__, []
+
+    def none_yet(cls: type, channels: int, sizes: list[int]) -> calibration.Inputs:
+        new = made(cls, channels, sizes)
+        inputs.append(weakref.ref(new))
+        assert sum(one() is not None for one in inputs) <= 4, "inputs of a layer, of which there are four"
+        return new
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration.Inputs, "none_yet", classmethod(none_yet))
+        quantize(decoder, PRESETS["accurate"], IDS, watched)
+    assert len(alive) == 7 * len(decoder.layers) and len(inputs) == 4 * len(decoder.layers) + 1
+
+
+def test_stretches_of_columns_change_what_is_rounded_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, cut = decoder_of(SPECS["gemma"]), decoder_of(SPECS["gemma"])
+    quantize(whole, PRESETS["small"], IDS)
+    monkeypatch.setattr(gptq, "COLUMNS_TOGETHER", 32)
+    quantize(cut, PRESETS["small"], IDS)
+    ours, theirs = cut.state_dict(), whole.state_dict()
+    linears = [name for name, module in whole.named_modules() if isinstance(module, QuantizedLinear)]
+    wide = [name for name in linears if whole.get_submodule(name).weight.shape[1] > 32]
+    assert wide and all(not torch.equal(ours[f"{name}.weight"], theirs[f"{name}.weight"]) for name in wide)
+    for name in (name for name in theirs if name.endswith("norm.weight")):
+        assert torch.equal(ours[name], theirs[name]), name
+    play = [run(eager_session(manifest_of(one), one), CALLS).logits for one in (whole, cut)]
+    error = max(float((a - b).norm() / b.norm()) for a, b in zip(*play, strict=True))
+    assert error < 0.5, "either is the model, to four bits"
+
+
+@pytest.mark.parametrize("preset", ["accurate", "small"])
+@pytest.mark.parametrize("name", ["layers.1.mixer.v_proj.weight", "norm.weight"])
+def test_a_model_that_makes_no_numbers_is_refused(preset: str, name: str) -> None:
+    decoder = decoder_of(SPECS["gemma"])
+    decoder.get_parameter(name).data.view(-1)[3] = torch.nan
+    where = "layers.1.mixer.o_proj" if "layers" in name else "lm_head"
+    with pytest.raises(CheckpointError, match=f"the input of {where} when"):
+        quantize(decoder, PRESETS[preset], IDS)
 
 
 def manifest_of(decoder: Decoder) -> Manifest:
