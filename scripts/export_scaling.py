@@ -1,7 +1,7 @@
 """What an export costs by the size of the model: CPU seconds and memory of random models in the shapes of Gemma 3.
 
 ``python scripts/export_scaling.py`` writes docs/export-scaling.json and the tables of docs/export-scaling.md; about
-25 minutes. Nothing of the weights matters to either cost, so they are random; the tokenizer is Gemma's own.
+20 minutes. Nothing of the weights matters to either cost, so they are random; the tokenizer is Gemma's own.
 """
 
 from __future__ import annotations
