@@ -268,9 +268,8 @@ channel each; libraries, tokenizer and graphs are the same whatever the width.
 ## An 8B model
 
 Not run: the bound is `held` of such shapes (hidden 4096, inner 14336, 8 KV heads of 128), what GPTQ holds then,
-{followed(4096, 14336) / 1e9:.2f} GB, and the largest `rest` seen above, {most / 1e9:.2f} GB. Before weights were
-streamed, verification held the float model, the decoder's integers and the loaded program at once, 7 W: the last
-column.
+{followed(4096, 14336) / 1e9:.2f} GB, and the largest `rest` seen above, {most / 1e9:.2f} GB. Before weights were streamed,
+verification held the float model, the decoder's integers and the loaded program at once, 7 W: the last column.
 
 {table(("shape", "W, G", "T, G", "L, G", "bound, GB", "before, GB"), large)}
 
