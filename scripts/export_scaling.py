@@ -220,11 +220,11 @@ def page(results: dict[str, Any]) -> str:
         for one in row["steps"]
     ]
     large = []
-    gptq = followed(4096, 14336) / 1e9
+    gptq = followed(4096, 14336)
     for name, (layers, vocabulary, tables) in LARGE.items():
         layer, one = 4096 * (2 * 4096 + 2 * 8 * 128 + 3 * 14336), vocabulary * 4096
         whole = layers * layer + tables * one
-        bound, before = held(whole, one, layer) + followed(4096, 14336) + most, 7 * whole + most
+        bound, before = held(whole, one, layer) + gptq + most, 7 * whole + most
         large.append((name, *(f"{count / 1e9:.2f}" for count in (whole, one, layer, bound, before))))
     return f"""# What an export costs by the size of the model
 
@@ -269,7 +269,7 @@ channel each; libraries, tokenizer and graphs are the same whatever the width.
 ## An 8B model
 
 Not run: the bound is `held` of such shapes (hidden 4096, inner 14336, 8 KV heads of 128), what GPTQ holds then,
-{gptq:.2f} GB, and the largest `rest` seen above, {most / 1e9:.2f} GB. Before weights were streamed,
+{gptq / 1e9:.2f} GB, and the largest `rest` seen above, {most / 1e9:.2f} GB. Before weights were streamed,
 verification held the float model, the decoder's integers and the loaded program at once, 7 W: the last column.
 
 {table(("shape", "W, G", "T, G", "L, G", "bound, GB", "before, GB"), large)}

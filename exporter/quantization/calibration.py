@@ -21,6 +21,7 @@ from exporter.errors import CheckpointError
 from exporter.model.attention import Attention
 from exporter.model.decoder import Decoder, DecoderLayer, ReadParameter, all_read
 from exporter.model.mlp import MLP
+from exporter.quantization.linears import linear_at
 from exporter.spec import TokenizerSpec
 
 TOKENS, CHUNK = 2048, 512
@@ -160,7 +161,7 @@ def observe(
     for n, layer in enumerate(decoder.layers):
         decoder.read_part(f"layers.{n}", read)
         found = {name: _nothing_yet(n, layer, name, cuts) for name in sites(layer)}
-        hooks = [_watch(_linear(layer, name), inputs, total) for name, inputs in found.items()]
+        hooks = [_watch(linear_at(layer, name), inputs, total) for name, inputs in found.items()]
         specs = [decoder.states[i] for i, _ in decoder.layer_states[n]]
         own = [
             torch.zeros((1, total if s.kind == "full" else s.rows, *s.row_shape), dtype=getattr(torch, s.dtype))
@@ -199,15 +200,9 @@ def _check_finite(prefix: str, found: Mapping[str, Inputs]) -> None:
 
 
 def _nothing_yet(number: int, layer: DecoderLayer, site: str, cuts: Cuts) -> Inputs:
-    channels = _linear(layer, site).in_features
+    channels = linear_at(layer, site).in_features
     return Inputs.none_yet(channels, cuts(f"layers.{number}.{site}", channels))
 
 
 def _watch(linear: torch.nn.Linear, inputs: Inputs, total: int) -> RemovableHandle:
     return linear.register_forward_pre_hook(lambda _, arguments: inputs.see(arguments[0], total))
-
-
-def _linear(layer: DecoderLayer, site: str) -> torch.nn.Linear:
-    linear = layer.get_submodule(site)
-    assert isinstance(linear, torch.nn.Linear)
-    return linear

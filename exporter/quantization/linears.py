@@ -76,7 +76,7 @@ def check_linears(decoder: Decoder, spec: QuantizationSpec) -> None:
             )
     for name in names:
         if grid_of(name, spec) == "int4":
-            check_group(_linear(decoder, name).in_features, name, spec.group_size)
+            check_group(linear_at(decoder, name).in_features, name, spec.group_size)
 
 
 def quantize_linears(decoder: Decoder, spec: QuantizationSpec, names: Sequence[str], rounding: Rounding) -> None:
@@ -84,7 +84,7 @@ def quantize_linears(decoder: Decoder, spec: QuantizationSpec, names: Sequence[s
     for name in names:
         if (grid := grid_of(name, spec)) == "none":
             continue
-        linear = _linear(decoder, name)
+        linear = linear_at(decoder, name)
         bias = None if linear.bias is None else linear.bias.detach()
         weight = linear.weight.detach()
         parent, _, own_name = name.rpartition(".")
@@ -106,7 +106,8 @@ def check_group(channels: int, name: str, group_size: int) -> None:
         )
 
 
-def _linear(decoder: Decoder, name: str) -> torch.nn.Linear:
-    linear = decoder.get_submodule(name)
+def linear_at(module: torch.nn.Module, name: str) -> torch.nn.Linear:
+    """The linear of this name below a decoder or a layer."""
+    linear = module.get_submodule(name)
     assert isinstance(linear, torch.nn.Linear)
     return linear

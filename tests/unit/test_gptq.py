@@ -52,10 +52,10 @@ def int8_by_definition(
 
 
 def in_this_order(
-    weight: np.ndarray, moments: np.ndarray, group_size: int, given: np.ndarray | None = None
+    weight: np.ndarray, moments: np.ndarray, group_size: int, fixed: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Columns from the first to the last, to int8 on the `given` scales ``[N]`` or to int4 on the cheapest ones."""
-    low, high = (-8, 7) if given is None else (-127, 127)
+    """Columns from the first to the last, to int8 on the `fixed` scales ``[N]`` or to int4 on the cheapest ones."""
+    low, high = (-8, 7) if fixed is None else (-127, 127)
     weight = weight.astype(np.float64)
     moments = moments.astype(np.float64)
     inverse = np.linalg.inv(moments + DAMP * np.mean(np.diag(moments)) * np.eye(len(moments)))
@@ -66,7 +66,7 @@ def in_this_order(
             width = slice(column, column + group_size)
             costs = conditional_costs(inverse, column, group_size)
             for row in range(len(weight)):
-                own = cheapest(weight[row, width], costs) if given is None else given[row]
+                own = cheapest(weight[row, width], costs) if fixed is None else fixed[row]
                 scales[row, column // group_size] = own
         scale = scales[:, column // group_size].astype(np.float64)
         codes[:, column] = np.clip(np.round(weight[:, column] / scale), low, high)
