@@ -99,7 +99,7 @@ def llama_bundle(exported: Callable[..., Path], tmp_path_factory: pytest.TempPat
 
 @pytest.fixture(scope="session")
 def int8_bundle(exported: Callable[..., Path], tiny_checkpoint: Path) -> Path:
-    return exported(tiny_checkpoint, "int8", quantization="accurate")
+    return exported(tiny_checkpoint, "int8", executorch={"quantization": "accurate"})
 
 
 @pytest.fixture(scope="session")
@@ -125,9 +125,9 @@ def int8_global_cache_bundle(exported: Callable[..., Path], tiny_checkpoint: Pat
 
 @pytest.fixture(scope="session")
 def int4_bundle(exported: Callable[..., Path], tiny_checkpoint: Path) -> Path:
-    return exported(tiny_checkpoint, "int4", quantization=INT4)
+    return exported(tiny_checkpoint, "int4", executorch={"quantization": INT4})
 
 
 @pytest.fixture(scope="session")
 def mixed_bundle(exported: Callable[..., Path], tiny_checkpoint: Path) -> Path:
-    return exported(tiny_checkpoint, "mixed", quantization=MIXED)
+    return exported(tiny_checkpoint, "mixed", executorch={"quantization": MIXED})

@@ -11,12 +11,14 @@ from tiny_models import SPECS, randomize
 
 from exporter.backends import Built
 from exporter.backends.coreml import build, kernels
-from exporter.backends.coreml.program import PROGRAM_FILE, interface_of
+from exporter.backends.coreml.build import PROGRAM_FILE, interface_of
 from exporter.graph.contract import ProgramContract
 from exporter.model.decoder import Decoder
-from exporter.programs import METHODS, Limits
+from exporter.programs import Limits
+from exporter.spec import PROGRAMS
 from exporter.progress import Progress
-from exporter.spec import CachePolicy, CoreMLOptions, ModelSpec, state_specs
+from exporter.backends.coreml.options import CoreMLOptions
+from exporter.spec import CachePolicy, ModelSpec, state_specs
 
 CONTEXT, CHUNK = 96, 40  # chunks are up to five times the window
 LIMITS = Limits(max_context_length=CONTEXT, max_prefill_chunk=CHUNK)
@@ -42,4 +44,4 @@ def built(
 
 
 def contracts_of(decoder: Decoder) -> list[ProgramContract]:
-    return [ProgramContract(method, interface_of(decoder, method, LIMITS), decoder.states) for method in METHODS]
+    return [ProgramContract(method, interface_of(decoder, PROGRAMS[method], LIMITS), decoder.states) for method in PROGRAMS]

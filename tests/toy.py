@@ -32,7 +32,7 @@ from exporter.spec import (
     TokenizerSpec,
     state_specs,
 )
-from runtime_ref.programs.eager import EagerProgram
+from runtime_ref.programs import EagerProgram
 
 DIM, KERNEL = 8, 3
 BOS, EOS, END_OF_TURN = 256, 257, 258

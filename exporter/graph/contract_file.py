@@ -13,17 +13,16 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator, model_validator
 
+from exporter.backends import traits
 from exporter.config import read_yaml_model
 from exporter.errors import ConfigError
 from exporter.graph.contract import (
-    COREML_CHECKS,
-    EXPORTED_CHECKS,
-    FILE_CHECKS,
     FileLimits,
     ProgramContract,
     delegated_floor,
+    known_checks,
 )
-from exporter.spec import CheckResult, DType, Format, StateSpec, cache_states, stacked, state_name
+from exporter.spec import CheckResult, DType, StateSpec, cache_states, laid_out, state_name
 
 Count = Annotated[StrictInt, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -65,7 +64,7 @@ class ProgramForm(_Part):
     vocab_size: Count
     layers: tuple[LayerForm, ...] = Field(min_length=1)
 
-    def states(self, format: Format = "executorch") -> tuple[StateSpec, ...]:
+    def states(self, format: str) -> tuple[StateSpec, ...]:
         """The states in the order of a program's inputs, named and laid out as the exporter does for `format`."""
         found: list[StateSpec] = []
         forms = [form for form in self.layers for _ in range(form.count)]
@@ -83,9 +82,10 @@ class ProgramForm(_Part):
                     layer=index, kind=form.kind, rows=rows, max_rows=rows, window=None, dtype=form.dtype,
                     row_shape=form.row_shape,
                 )  # fmt: skip
-        if format == "coreml":
-            return tuple(state.model_copy(update={"static": True, "dtype": "float16"}) for state in found)
-        return stacked(found) if format == "coreai" else tuple(found)
+        dtype = traits(format).state_dtype
+        if dtype is not None:
+            found = [state.model_copy(update={"dtype": dtype}) for state in found]
+        return laid_out(found, traits(format).layout)
 
 
 LIMIT_CHECKS = {
@@ -122,7 +122,7 @@ class ContractFile(_Part):
     @field_validator("checks")
     @classmethod
     def _checks_exist(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        known = sorted({*EXPORTED_CHECKS, *FILE_CHECKS, *COREML_CHECKS})
+        known = sorted(known_checks())
         unknown = [name for name in value or () if name not in known]
         if unknown:
             raise ValueError(f"some of {', '.join(known)}, not {', '.join(unknown)}")

@@ -18,14 +18,14 @@ from exporter.errors import ConfigError
 from exporter.model.decoder import Decoder
 from exporter.quantization import grids
 from exporter.quantization.palettes import palettize
-from exporter.spec import KEEP_INT8, Format
+from exporter.spec import KEEP_INT8
 
 Grid = Literal["float16", "int8", "int4", "int4_shifted", "palettized4"]
 BLOCK = 32
 """Input channels that share a scale, and in `int4_shifted` a zero point."""
 LEAST_SIZE = 1024
 """Smaller matrices stay as they are: what is saved is not worth an operator."""
-_GRIDS: Mapping[tuple[Format, str], Grid] = {
+_GRIDS: Mapping[tuple[str, str], Grid] = {
     ("coreml", "int8"): "int8", ("coreml", "int4"): "int4", ("coreml", "palettized4"): "palettized4",
     ("coreai", "float16"): "float16", ("coreai", "int8"): "int8", ("coreai", "int4"): "int4_shifted",
 }  # fmt: skip
@@ -34,7 +34,7 @@ _GRIDS: Mapping[tuple[Format, str], Grid] = {
 class Storage(NamedTuple):
     """How a program keeps its weights, in the words of the config."""
 
-    format: Format
+    format: str
     weights: str
     keep_int8: tuple[str, ...] = ()
 

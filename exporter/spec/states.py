@@ -170,6 +170,11 @@ def state_specs(
             layer=index, kind=kind, rows=rows, max_rows=max_rows, window=window, dtype=dtype or policy.dtypes[kind],
             row_shape=(mixer.num_key_value_heads, mixer.head_dim),
         )  # fmt: skip
+    return laid_out(states, layout)
+
+
+def laid_out(states: Sequence[StateSpec], layout: Layout) -> tuple[StateSpec, ...]:
+    """`states`, one layer each, as a program of that layout takes them. Raises as `state_specs`."""
     if layout == "static":
         return tuple(state.model_copy(update={"static": True}) for state in states)
     return stacked(states) if layout == "stacked" else tuple(states)

@@ -15,8 +15,10 @@ from conftest import CHUNK, CONTEXT, WINDOW
 from test_exporter import refused, run
 from toy import VOCAB
 
-from exporter.graph import read_pte
-from exporter.graph.contract import EXPORTED_CHECKS, FILE_CHECKS, MIN_DELEGATED_SHARE
+from exporter.backends.executorch.file import read_pte
+from exporter.backends import traits
+from exporter.graph.contract import MIN_DELEGATED_SHARE
+from exporter.spec.checks import TRACED_CHECKS
 
 RING = {"kind": "ring", "rows": WINDOW, "row_shape": [2, 16]}
 FULL = {"kind": "full", "row_shape": [2, 16]}
@@ -59,7 +61,7 @@ def test_as_a_process_of_its_own(tiny_bundle: Path, tmp_path: Path, bare: bool) 
     printed = json.loads(ran.stdout)
     assert failed(printed) == set() and ran.returncode == 0
     names = {form: {c["name"] for c in printed["checks"] if c["form"] == form} for form in ("exported", "file")}
-    assert names == {"exported": set() if bare else set(EXPORTED_CHECKS), "file": set(FILE_CHECKS)}
+    assert names == {"traced": set() if bare else set(TRACED_CHECKS), "file": set(traits("executorch").checks)}
 
 
 def test_facts_are_those_of_the_file(
@@ -83,7 +85,7 @@ def test_tables_of_a_bare_file(
     code = run(monkeypatch, "inspect", tiny_bundle / "model.pte", "--check", contract(tmp_path, program=PROGRAM))
     printed = capfd.readouterr().out
     assert code == 0 and "FAILED" not in printed
-    assert "planned bytes" in printed and all(check in printed for check in FILE_CHECKS)
+    assert "planned bytes" in printed and all(check in printed for check in traits("executorch").checks)
 
 
 WIDER = {"program": PROGRAM | {"layers": [RING | {"rows": WINDOW + 1}, FULL, RING | {"rows": WINDOW + 1}]}}
@@ -110,7 +112,7 @@ def test_a_property_that_fails_exits_with_1(
     assert failed(inspected(monkeypatch, capfd, 1, tiny_bundle, "--check", contract(tmp_path, **content))) == expected
     path = tiny_bundle / "model.pte"
     assert failed(inspected(monkeypatch, capfd, 1, path, "--check", contract(tmp_path, **both))) == expected
-    others = sorted(set(FILE_CHECKS) - {name for _, name in expected})
+    others = sorted(set(traits("executorch").checks) - {name for _, name in expected})
     # Without the check its limit has nothing to say and would be refused: only the form of the program stays.
     only_form = {"program": both["program"], "checks": others}
     printed = inspected(monkeypatch, capfd, 0, path, "--check", contract(tmp_path, **only_form))

@@ -15,9 +15,10 @@ from tiny_models import one_thread  # noqa: F401
 
 from exporter.backends.coreml import check_file, read_file
 from exporter.backends.coreml.checks import check_package
-from exporter.backends.coreml.package import DATA, Package
+from exporter.backends.coreml.file import DATA, Package
 from exporter.errors import BundleError, GraphContractError
-from exporter.graph.contract import COREML_CHECKS, ProgramContract
+from exporter.backends import traits
+from exporter.graph.contract import ProgramContract
 
 NAME = "short convolution"  # a convolution, a ring, a convolution, a global layer
 PREFILL, MAIN = "prefill", "main"
@@ -186,7 +187,7 @@ def test_a_built_package_holds_its_contract() -> None:
     package, contracts = package_and_contracts()
     checks = check_file(read_file(path), contracts)
     assert [check.name for check in checks if not check.passed] == [] and tuple(checks) == result.checks
-    assert {check.name for check in checks} == set(COREML_CHECKS)
+    assert {check.name for check in checks} == set(traits("coreml").checks)
     assert failed(package, contracts) == set()
 
 
@@ -286,9 +287,9 @@ def test_every_check_stands_in_the_docs_with_its_mutants() -> None:
         if line.startswith("| `")
     ]
     documented = {row[0].strip("`"): re.findall(r"`(\w+)`", row[2]) for row in rows if len(row) == 3}
-    assert set(COREML_CHECKS) <= documented.keys()
+    assert set(traits("coreml").checks) <= documented.keys()
     faults = {(name, mutant.__name__) for mutant, _, names in MUTANTS for name in names}
-    for name in COREML_CHECKS:
+    for name in traits("coreml").checks:
         for mutant in documented[name]:
             assert (name, mutant) in faults or mutant in globals(), (name, mutant)
         assert documented[name], name

@@ -16,14 +16,15 @@ from exporter import programs
 from exporter.backends.coreai.bytecode import stored_blobs
 from exporter.backends.coreai.checks import check_function, weights_stored_once
 from exporter.backends.coreai.convert import convert
-from exporter.backends.coreai.program import Asset, Function
+from exporter.backends.coreai.file import Asset, Function
 from exporter.cache import masks, plain
 from exporter.cache.interface import States
 from exporter.graph import ProgramContract
 from exporter.model import decoder as decoder_module
 from exporter.model.convolution import ShortConv
 from exporter.model.decoder import Decoder
-from exporter.programs import METHODS, Method, ProgramModule, method_spec, trace
+from exporter.programs import ProgramModule, method_spec, trace
+from exporter.spec import PROGRAMS
 
 SPEC = tiny_models.model(tiny_models.attention(4), tiny_models.attention(4), tiny_models.GLOBAL)
 CONVOLUTIONS = tiny_models.model(tiny_models.CONV, tiny_models.attention(4), tiny_models.CONV)
@@ -139,7 +140,7 @@ class FaultyProgram(ProgramModule):
 Save = Callable[[Method, str], Path]
 
 
-def save(method: Method, fault: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, ProgramContract]:
+def save(method: str, fault: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, ProgramContract]:
     """One function with a fault, as an asset, and the contract it was meant to keep."""
     spec = CONVOLUTIONS if "convolution" in fault else SPEC
     if fault == "replaces a convolution's inputs first":
@@ -154,12 +155,12 @@ def save(method: Method, fault: str, path: Path, monkeypatch: pytest.MonkeyPatch
         static = [s.model_copy(update={"static": True, "rows": s.max_rows}) for s in decoder.states]
         traced = tiny_models.randomize(Decoder(SPEC, static, FaultyKernels("")))
     program = convert(
-        {method: trace(traced, method, LIMITS, "int32")},
-        {method: method_spec(traced, method, LIMITS, "int32")},
+        {method: trace(traced, PROGRAMS[method], LIMITS, "int32")},
+        {method: method_spec(traced, PROGRAMS[method], LIMITS, "int32")},
         {},
     )
     program.save_asset(path)
-    return path, ProgramContract(method, method_spec(decoder, method, LIMITS, "int32"), decoder.states)
+    return path, ProgramContract(method, method_spec(decoder, PROGRAMS[method], LIMITS, "int32"), decoder.states)
 
 
 FAULTS: list[tuple[Method, str, set[str]]] = [
@@ -190,7 +191,7 @@ FAULTS: list[tuple[Method, str, set[str]]] = [
     ("method", "fault", "broken"), FAULTS, ids=lambda value: value if isinstance(value, str) else ""
 )
 def test_a_fault_breaks_its_checks(
-    method: Method, fault: str, broken: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, fault: str, broken: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, contract = save(method, fault, tmp_path / "model.aimodel", monkeypatch)
     results = check_function(Asset(path).functions[method], contract)
@@ -201,7 +202,7 @@ def test_a_fault_breaks_its_checks(
 
 def test_every_check_fails_on_one_of_the_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = set()
-    for method in METHODS:
+    for method in PROGRAMS:
         path, contract = save(method, "", tmp_path / f"{method}.aimodel", monkeypatch)
         names |= {result.name for result in check_function(Asset(path).functions[method], contract)}
     assert names == set().union(*(broken for _, _, broken in FAULTS))
@@ -229,7 +230,7 @@ def reads_redirected(function: Function) -> Function:
 
 
 @pytest.mark.parametrize("method", ["prefill", "main"])
-def test_without_a_fault_every_check_passes(method: Method, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_fault_every_check_passes(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, contract = save(method, "", tmp_path / "model.aimodel", monkeypatch)
     function = Asset(path).functions[method]
     assert [result for result in check_function(function, contract) if not result.passed] == []

@@ -11,9 +11,10 @@ from torch.export import Dim, export
 
 from exporter import programs
 from exporter.errors import GraphContractError
-from exporter.graph import ProgramContract, Provenance, assert_graph_contract, check_exported, refuse_failed
+from exporter.backends.executorch.assertion import assert_graph_contract
+from exporter.graph import ProgramContract, Provenance, check_exported, refuse_failed
 from exporter.graph.checks_flow import conv_order
-from exporter.graph.contract import EXPORTED_CHECKS
+from exporter.spec.checks import TRACED_CHECKS
 from exporter.graph.flow import Flow, Step, Value
 from exporter.graph.fx_flow import flow_of
 from exporter.graph.index_proof import Lengths, expected_rows, played_lengths, sample_lengths
@@ -62,7 +63,7 @@ CHECKS = {
 def test_a_good_program_passes_every_check(method: str, custom: bool) -> None:
     results = check_exported(trace(method, custom=custom), CONTRACTS[method])
     order = "main_writes_before_read" if method == "main" else "prefill_reads_before_write"
-    assert {r.name for r in results} == CHECKS | {order} <= set(EXPORTED_CHECKS)
+    assert {r.name for r in results} == CHECKS | {order} <= set(TRACED_CHECKS)
     assert [r for r in results if not r.passed] == []
     assert all(r.evidence and r.program == method for r in results)
     refuse_failed(results)
@@ -104,13 +105,13 @@ def test_tracing_a_graph_instead_of_a_decoder_is_refused_with_the_reason(as_modu
     program = trace("main")
     graph: Any = program.module() if as_module else program
     with pytest.raises(GraphContractError, match="write rings first") as caught:
-        programs.trace(graph, "prefill", programs.Limits(max_context_length=64, max_prefill_chunk=24))
+        programs.trace(graph, PROGRAMS["prefill"], programs.Limits(max_context_length=64, max_prefill_chunk=24))
     assert (caught.value.owner, caught.value.expected) == ("trace", "a Decoder")
 
 
 def test_one_call_holds_an_exported_program_to_its_contract() -> None:
     results = assert_graph_contract(trace("main"), CONTRACTS["main"])
-    assert {r.name for r in results} <= set(EXPORTED_CHECKS) and all(r.passed for r in results)
+    assert {r.name for r in results} <= set(TRACED_CHECKS) and all(r.passed for r in results)
     with pytest.raises(GraphContractError, match="main: finite_constants failed") as caught:
         assert_graph_contract(trace("main", "infinite_weight", "item_on_data"), CONTRACTS["main"])
     assert "no_scalar_read_from_data failed" in caught.value.got  # every failure is listed

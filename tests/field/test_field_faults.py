@@ -21,7 +21,7 @@ from exporter.bundle import read_bundle
 from exporter.config import load_config
 from exporter.errors import GraphContractError
 from exporter.families import from_hf
-from exporter.graph import read_pte
+from exporter.backends.executorch.file import read_pte
 from exporter.progress import Progress
 from exporter.spec import AttentionSpec, CachePolicy, ModelSpec, ShortConvSpec, state_specs
 from runtime_ref.generate import Generation

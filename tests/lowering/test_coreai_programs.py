@@ -16,6 +16,7 @@ from tiny_models import one_thread  # noqa: F401
 
 from exporter.backends import Built
 from exporter.backends.coreai import check_file, describe, read_file
+from exporter.backends.coreai.runtime import AimodelProgram
 from exporter.cache.plain import PlainKernels
 from exporter.checkpoint import open_checkpoint
 from exporter.errors import BundleError, ConfigError, RuntimeLimitError
@@ -23,7 +24,6 @@ from exporter.graph import ProgramContract
 from exporter.model.decoder import Decoder, parameter_shapes
 from exporter.programs import Limits
 from exporter.spec import ModelSpec
-from runtime_ref.programs.aimodel import AimodelProgram
 
 # Rings of 8 rows: single tokens first, chunks longer than the ring, chunks that straddle its end, 7 turns in all.
 PIECES = (1, 1, 2, 5, 20, 1, 1, 7, 3, 1, 17, 1)

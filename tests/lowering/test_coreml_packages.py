@@ -20,8 +20,9 @@ from tiny_models import SPECS, call, one_thread, states_of, token_ids  # noqa: F
 from exporter import optional
 from exporter.backends import coreml
 from exporter.backends.coreml import build, describe, kernels, read_file
-from exporter.backends.coreml.package import Package
+from exporter.backends.coreml.file import Package
 from exporter.backends.coreml.precision import FLOAT32, SHIPPED, in_precision
+from exporter.backends.coreml.runtime import MLPackageProgram
 from exporter.cache.plain import PlainKernels
 from exporter.checkpoint import open_checkpoint
 from exporter.errors import MissingPackageError
@@ -30,8 +31,8 @@ from exporter.programs import Limits
 from exporter.progress import Progress
 from exporter.quantization.grids import int4_per_group, int8_per_row
 from exporter.quantization.palettes import ENTRIES, palettize
-from exporter.spec import CachePolicy, CoreMLOptions, state_specs
-from runtime_ref.programs.mlpackage.program import MLPackageProgram
+from exporter.backends.coreml.options import CoreMLOptions
+from exporter.spec import CachePolicy, state_specs
 
 # Windows of 8: chunks shorter, longer than the window, one over the ring's end; single tokens over three wraps.
 SPLITS = [5, 1, 1, 7, CHUNK, 3, *[1] * 26]

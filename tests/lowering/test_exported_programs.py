@@ -20,9 +20,11 @@ from exporter.bundle import read_bundle
 from exporter.cache.plain import PlainKernels
 from exporter.config import load_config
 from exporter.errors import RuntimeLimitError, VerificationError
-from exporter.graph import read_pte, stored_weights
+from exporter.backends.executorch.file import read_pte
+from exporter.backends.executorch.stored import stored_weights
 from exporter.model.mlp import gelu_tanh
-from exporter.programs import METHODS, trace
+from exporter.programs import trace
+from exporter.spec import PROGRAMS
 from exporter.progress import Progress
 from runtime_ref.session import Session
 
@@ -219,7 +221,7 @@ def test_a_program_with_other_weights_is_refused(
         source = pipeline.open_source(load_config(tiny_bundle.with_suffix(".yaml")))
         decoder = pipeline.target_decoder(source, "executorch", Progress.silent())
         decoder.norm.weight.mul_(1.01)
-        original({method: trace(decoder, method, source.limits) for method in METHODS}, path)
+        original({method: trace(decoder, PROGRAMS[method], source.limits) for method in PROGRAMS}, path)
 
     monkeypatch.setattr(pte_program, "lower", with_another_norm)
     with pytest.raises(VerificationError, match="eager"):

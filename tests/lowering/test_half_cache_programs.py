@@ -19,14 +19,15 @@ from tiny_models import GLOBAL, SLIDING, SPECS, decoder_of, model
 
 import runtime_ref
 from exporter.backends.executorch import program
-from exporter.backends.executorch.cache import ExecutorchKernels
+from exporter.backends.executorch.kernels import ExecutorchKernels
 from exporter.backends.executorch.lower import lower
 from exporter.bundle import read_bundle
 from exporter.cache.interface import Extras, States
-from exporter.graph import check_lowered, runtime_registry
+from exporter.backends.executorch.checks import check_lowered, runtime_registry
 from exporter.inspection import inspect
 from exporter.model.decoder import Decoder
-from exporter.programs import METHODS, Limits, trace
+from exporter.programs import Limits, trace
+from exporter.spec import PROGRAMS
 from exporter.spec import CheckResult
 
 
@@ -57,7 +58,7 @@ class Widening(ExecutorchKernels):
 
 def lowered_checks(decoder: Decoder, path: Path) -> list[CheckResult]:
     limits = Limits(max_context_length=64, max_prefill_chunk=16)
-    lower({method: trace(decoder, method, limits) for method in METHODS}, path)
+    lower({method: trace(decoder, PROGRAMS[method], limits) for method in PROGRAMS}, path)
     return check_lowered(path.read_bytes(), program.graph_contracts(decoder, limits), runtime_registry()[1])
 
 

@@ -27,11 +27,12 @@ from exporter.backends.executorch.passes import (
     WholeOperators,
     is_needed,
 )
-from exporter.graph import read_pte
-from exporter.programs import METHODS, Limits, trace
+from exporter.backends.executorch.runtime import PteProgram
+from exporter.backends.executorch.file import read_pte
+from exporter.programs import Limits, trace
+from exporter.spec import PROGRAMS
 from exporter.quantization import quantize
 from exporter.spec import QuantizationSpec
-from runtime_ref.programs.pte import PteProgram
 
 LIMITS = Limits(max_context_length=64, max_prefill_chunk=32)
 
@@ -85,9 +86,9 @@ def test_linears_of_one_input_round_it_once_to_the_same_bits(monkeypatch: pytest
     for name, context in (("shared", quantized_inputs_shared), ("each", contextlib.nullcontext)):
         monkeypatch.setattr(module, "quantized_inputs_shared", context)
         path = tmp_path / f"{name}.pte"
-        lower({method: trace(decoder, method, LIMITS) for method in METHODS}, path)
+        lower({method: trace(decoder, PROGRAMS[method], LIMITS) for method in PROGRAMS}, path)
         plans = read_pte(path.read_bytes()).plans
-        delegates.append({method: [d.nodes or 0 for d in plans[method].delegates] for method in METHODS})
+        delegates.append({method: [d.nodes or 0 for d in plans[method].delegates] for method in PROGRAMS})
         states = states_of(decoder, rows=64)
         program, ids = PteProgram(path), torch.arange(12)[None]
         logits = [
@@ -106,7 +107,7 @@ def test_linears_of_one_input_round_it_once_to_the_same_bits(monkeypatch: pytest
 
 def test_no_mean_is_left_to_cut_the_file(tmp_path: Path) -> None:
     decoder = decoder_of(model(*[SLIDING] * 3, GLOBAL), kernels="executorch", context=64)
-    lower({method: trace(decoder, method, LIMITS) for method in METHODS}, tmp_path / "model.pte")
+    lower({method: trace(decoder, PROGRAMS[method], LIMITS) for method in PROGRAMS}, tmp_path / "model.pte")
     for plan in read_pte((tmp_path / "model.pte").read_bytes()).plans.values():
         assert "aten::mean.out" not in plan.operators_called()
 
@@ -122,7 +123,7 @@ def test_leaving_passes_out_changes_no_byte(
     quantize(decoder, QuantizationSpec(linear=linear))
 
     def data() -> bytes:
-        lower({method: trace(decoder, method, LIMITS) for method in METHODS}, tmp_path / "model.pte")
+        lower({method: trace(decoder, PROGRAMS[method], LIMITS) for method in PROGRAMS}, tmp_path / "model.pte")
         return (tmp_path / "model.pte").read_bytes()
 
     ran: list[int] = []
@@ -148,7 +149,7 @@ def test_sharing_weights_changes_no_byte(linear: Any, monkeypatch: pytest.Monkey
     quantize(decoder, QuantizationSpec(linear=linear))
 
     def data() -> bytes:
-        lower({method: trace(decoder, method, LIMITS) for method in METHODS}, tmp_path / "model.pte")
+        lower({method: trace(decoder, PROGRAMS[method], LIMITS) for method in PROGRAMS}, tmp_path / "model.pte")
         return (tmp_path / "model.pte").read_bytes()
 
     monkeypatch.setattr(frugal, "MIN_BYTES", 256)
@@ -200,7 +201,7 @@ def test_bits_say_what_the_sets_said(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         return answer
 
     monkeypatch.setattr(partition.Partitioner, "_can_merge_partitions", both)
-    lower({method: trace(decoder, method, LIMITS) for method in METHODS}, tmp_path / "model.pte")
+    lower({method: trace(decoder, PROGRAMS[method], LIMITS) for method in PROGRAMS}, tmp_path / "model.pte")
     assert {(True, True), (False, False)} == set(answers)
     assert utils.is_same_node.cache_info().currsize == 0, "a cache keeps the graphs"
 

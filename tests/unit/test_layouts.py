@@ -15,7 +15,7 @@ from exporter.errors import BundleError, ConfigError
 from exporter.model.decoder import Decoder
 from exporter.plan import layer_states, plan_context
 from exporter.programs import Limits, interface
-from exporter.spec import LAYOUTS, CachePolicy, Manifest, state_specs
+from exporter.spec import CachePolicy, Manifest, state_specs
 from runtime_ref.programs import choose
 from runtime_ref.state import State
 
@@ -70,7 +70,7 @@ def test_static_states_have_all_their_rows_from_the_start() -> None:
     assert {(s.kind, s.rows, s.dtype, s.grows) for s in found} == {
         ("ring", 11, "float16", False), ("full", 96, "float16", False)
     }  # fmt: skip
-    method = interface(found, 64, "prefill", Limits(max_context_length=CONTEXT, max_prefill_chunk=20), "int32")
+    method = interface(found, 64, PROGRAMS["prefill"], Limits(max_context_length=CONTEXT, max_prefill_chunk=20), "int32")
     assert method.dims == {"seq_len": (2, 96), "query_len": (2, 20)}
     assert {t.dtype for t in method.inputs[:2]} == {"int32"}
 

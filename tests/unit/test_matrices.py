@@ -10,7 +10,9 @@ from tiny_models import CONV, GLOBAL, MOE, SLIDING, decoder_of, model
 from exporter.errors import ConfigError
 from exporter.quantization import grids
 from exporter.quantization.matrices import Storage, grids_of, store
-from exporter.spec import KEEP_INT8, CoreAIOptions, CoreMLOptions, Format
+from exporter.backends.coreai.options import CoreAIOptions
+from exporter.backends.coreml.options import CoreMLOptions
+from exporter.spec import KEEP_INT8
 
 LINEARS = ("mixer.q_proj", "mixer.k_proj", "mixer.v_proj", "mixer.o_proj",
            "feed_forward.gate_proj", "feed_forward.up_proj", "feed_forward.down_proj")  # fmt: skip

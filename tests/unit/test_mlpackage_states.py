@@ -12,12 +12,12 @@ import pytest
 import torch
 from mil_package import Builder, FunctionBuilder, Text
 
+from exporter.backends.coreml.evaluator import load_functions
+from exporter.backends.coreml.evaluator.function import Function
+from exporter.backends.coreml.evaluator.states import plan
+from exporter.backends.coreml.runtime import MLPackageProgram
 from exporter.errors import BundleError, RuntimeLimitError
 from exporter.spec import MethodSpec, ProgramSpec, StateSpec
-from runtime_ref.programs.mlpackage import load_functions
-from runtime_ref.programs.mlpackage.function import Function
-from runtime_ref.programs.mlpackage.program import MLPackageProgram
-from runtime_ref.programs.mlpackage.states import plan
 
 if importlib.util.find_spec("coremltools") is None:  # importing it would take seconds
     pytest.skip("coremltools is not installed", allow_module_level=True)

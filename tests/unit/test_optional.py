@@ -7,7 +7,6 @@ import pytest
 from exporter.backends import backend
 from exporter.errors import MissingPackageError
 from exporter.optional import require
-from exporter.spec import Format
 
 
 def test_what_is_not_installed_names_its_extra() -> None:

@@ -17,15 +17,15 @@ from tiny_models import GLOBAL, SLIDING, decoder_of, model
 from torch.export import export
 
 from exporter.backends.executorch import lower
-from exporter.backends.executorch.program import check_codes
+from exporter.backends.executorch.build import check_codes
+from exporter.backends.executorch.file_pages import FilePages, nothing_locked
+from exporter.backends.executorch.ring_kernels import loading
+from exporter.backends.executorch.runtime import TOKENS_OF_PAGES, PteProgram, _loaded, one_torch_thread, prepare
+from exporter.backends.executorch.xnnpack import BACKEND, WEIGHT_CACHE, BackendOption, share_packed_weights
 from exporter.errors import UnsupportedModelError
 from exporter.quantization import quantize
 from exporter.quantization.modules import QuantizedLinear
 from exporter.spec import QuantizationSpec
-from runtime_ref.programs.file_pages import FilePages, nothing_locked
-from runtime_ref.programs.pte import TOKENS_OF_PAGES, PteProgram, _loaded, one_torch_thread, prepare
-from runtime_ref.programs.ring_kernels import loading
-from runtime_ref.programs.xnnpack import BACKEND, WEIGHT_CACHE, BackendOption, share_packed_weights
 
 GET_OPTION = "_ZN10executorch7runtime10get_optionEPKcNS0_4SpanINS0_13BackendOptionEEE"
 

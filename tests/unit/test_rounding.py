@@ -14,7 +14,8 @@ from exporter.config import CheckpointConfig, ExportConfig
 from exporter.errors import BundleError, VerificationError
 from exporter.quantization.matrices import Storage, grids_of, store
 from exporter.quantization.rounding import round_weights
-from exporter.spec import Comparison, CoreMLOptions, Format, Manifest
+from exporter.backends.coreml.options import CoreMLOptions
+from exporter.spec import Comparison, Manifest
 
 
 @pytest.mark.parametrize("tied", [True, False])

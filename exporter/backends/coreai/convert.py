@@ -17,13 +17,12 @@ from torch.export import ExportedProgram
 from exporter.backends.coreai.library import library
 from exporter.backends.coreai.weights import ROOT, converter
 from exporter.errors import UnsupportedModelError
-from exporter.programs import Method
 from exporter.quantization.matrices import Grid
 from exporter.spec import MethodSpec
 
 
 def convert(
-    programs: dict[Method, ExportedProgram], interfaces: Mapping[Method, MethodSpec], grids: Mapping[str, Grid]
+    programs: dict[str, ExportedProgram], interfaces: Mapping[str, MethodSpec], grids: Mapping[str, Grid]
 ) -> Any:
     """The traced methods as one ``AIProgram``, the matrices of `grids` on their grids; arithmetic stays float32.
     `programs` is emptied on the way.
