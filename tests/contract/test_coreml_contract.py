@@ -13,11 +13,11 @@ import pytest
 from coreml_programs import built, contracts_of
 from tiny_models import one_thread  # noqa: F401
 
+from exporter.backends import traits
 from exporter.backends.coreml import check_file, read_file
 from exporter.backends.coreml.checks import check_package
 from exporter.backends.coreml.file import DATA, Package
 from exporter.errors import BundleError, GraphContractError
-from exporter.backends import traits
 from exporter.graph.contract import ProgramContract
 
 NAME = "short convolution"  # a convolution, a ring, a convolution, a global layer

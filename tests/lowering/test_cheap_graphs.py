@@ -18,9 +18,8 @@ from torch.fx.passes.tools_common import legalize_graph
 
 from exporter.backends.executorch import graphs, lower
 from exporter.programs import Limits, trace
-from exporter.spec import PROGRAMS
 from exporter.quantization import quantize
-from exporter.spec import QuantizationSpec
+from exporter.spec import PROGRAMS, QuantizationSpec
 
 LIMITS = Limits(max_context_length=64, max_prefill_chunk=32)
 
@@ -114,7 +113,7 @@ def test_cheap_graphs_change_no_byte(linear: Any, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(graphs, "sort_in_place", counted)
 
     def data() -> bytes:
-        lower({method: trace(decoder, PROGRAMS[method], LIMITS) for method in PROGRAMS}, tmp_path / "model.pte")
+        lower({name: trace(decoder, kind, LIMITS) for name, kind in PROGRAMS.items()}, tmp_path / "model.pte")
         return (tmp_path / "model.pte").read_bytes()
 
     cheap, count = data(), len(sorted_in_place)

@@ -16,12 +16,12 @@ from oracle import oracle_logits
 from tiny_models import SPECS, call, one_thread, randomize, states_of, token_ids  # noqa: F401  (a fixture)
 
 from exporter.backends import coreml
+from exporter.backends.coreml.options import CoreMLOptions
 from exporter.backends.coreml.runtime import MLPackageProgram
 from exporter.cache.plain import PlainKernels
 from exporter.errors import RuntimeLimitError
 from exporter.model.decoder import Decoder
 from exporter.programs import Limits
-from exporter.backends.coreml.options import CoreMLOptions
 from exporter.spec import CachePolicy, state_specs
 
 if importlib.util.find_spec("coremltools") is None:
