@@ -5,7 +5,6 @@ Letters: N output channels, K input channels.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections import Counter
 from importlib.metadata import PackageNotFoundError
@@ -18,9 +17,10 @@ from tiny_checkpoints import CONFIGS, at, tiny_model
 from tiny_models import SPECS, call, one_thread, states_of, token_ids  # noqa: F401
 
 from exporter import optional
-from exporter.backends import coreml
-from exporter.backends.coreml import build, describe, kernels, read_file
-from exporter.backends.coreml.file import Package
+from exporter.backends import build_module
+from exporter.backends.coreml.build import build, kernels
+from exporter.backends.coreml.description import describe
+from exporter.backends.coreml.file import Package, read_file
 from exporter.backends.coreml.options import CoreMLOptions
 from exporter.backends.coreml.precision import FLOAT32, SHIPPED, in_precision
 from exporter.backends.coreml.runtime import MLPackageProgram
@@ -237,7 +237,7 @@ def test_the_missing_converter_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(optional, "version", absent)
     with pytest.raises(MissingPackageError, match=r"no coremltools; .*pip install 'ring-exporter\[coreml\]'"):
-        importlib.reload(coreml)
+        build_module("coreml")
 
 
 def test_positions_beyond_float16_turn_exactly() -> None:

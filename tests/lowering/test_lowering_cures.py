@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,11 @@ from executorch.exir.backend.canonical_partitioners import group_partitioner
 from tiny_models import GLOBAL, SLIDING, decoder_of, model, states_of
 from torch.export import Dim, export
 
-from exporter.backends.executorch import frugal, lower, partition
+from exporter.backends.executorch import frugal, partition
+from exporter.backends.executorch import lower as lowering
 from exporter.backends.executorch.file import read_pte
 from exporter.backends.executorch.inputs import quantized_inputs_shared
+from exporter.backends.executorch.lower import lower
 from exporter.backends.executorch.means import means_as_products
 from exporter.backends.executorch.passes import (
     LARGEST_CONCATENATION,
@@ -80,10 +81,9 @@ def test_a_number_added_to_a_mean_is_the_products_bias() -> None:
 def test_linears_of_one_input_round_it_once_to_the_same_bits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     decoder = decoder_of(model(SLIDING, GLOBAL), kernels="executorch", context=64)
     quantize(decoder, QuantizationSpec(linear="int8"))
-    module = importlib.import_module("exporter.backends.executorch.lower")
     delegates, results = [], []
     for name, context in (("shared", quantized_inputs_shared), ("each", contextlib.nullcontext)):
-        monkeypatch.setattr(module, "quantized_inputs_shared", context)
+        monkeypatch.setattr(lowering, "quantized_inputs_shared", context)
         path = tmp_path / f"{name}.pte"
         lower({name: trace(decoder, kind, LIMITS) for name, kind in PROGRAMS.items()}, path)
         plans = read_pte(path.read_bytes()).plans
@@ -135,9 +135,8 @@ def test_leaving_passes_out_changes_no_byte(
     monkeypatch.setattr(NeededPasses, "transform", counted)
     few = data()
     assert ran and max(ran) < 8  # of 17
-    module = importlib.import_module("exporter.backends.executorch.lower")
-    monkeypatch.setattr(module, "needed_passes_only", contextlib.nullcontext)
-    monkeypatch.setattr(module, "WholeOperators", XnnpackPartitioner)
+    monkeypatch.setattr(lowering, "needed_passes_only", contextlib.nullcontext)
+    monkeypatch.setattr(lowering, "WholeOperators", XnnpackPartitioner)
     assert data() == few
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +12,9 @@ from oracle import oracle_logits
 from tiny_models import GLOBAL, SLIDING, attention, call, decoder_of, model, one_thread, states_of, token_ids  # noqa: F401
 from torch.fx import Graph
 
-from exporter.backends.executorch import lower
+from exporter.backends.executorch import lower as lowering
 from exporter.backends.executorch.checks import check_lowered, runtime_registry
+from exporter.backends.executorch.lower import lower
 from exporter.backends.executorch.options import AttentionKernels
 from exporter.backends.executorch.runtime import PteProgram
 from exporter.cache.plain import PlainKernels
@@ -112,10 +112,9 @@ def test_a_write_that_lowering_moves_before_a_read_of_int8_rows_fails(
 ) -> None:
     """Any of the four states of a layer. Decoding stands outside the delegates, so that partitioning leaves it in
     order by itself; what keeps it there is the check. A write of what a delegate made of the read cannot be moved."""
-    module = importlib.import_module("exporter.backends.executorch.lower")
     decoder = decoder_of(model(SLIDING), kernels="executorch", dtype="int8", context=CONTEXT)
     limits = Limits(max_context_length=CONTEXT, max_prefill_chunk=CHUNK)
-    original, names, bound = module._order_writes, [], []
+    original, names, bound = lowering._order_writes, [], []
 
     def one_write_early(graph: Graph) -> None:
         original(graph)
@@ -136,7 +135,7 @@ def test_a_write_that_lowering_moves_before_a_read_of_int8_rows_fails(
         for node in sorted(moved, key=position.__getitem__):
             read.prepend(node)
 
-    monkeypatch.setattr(module, "_order_writes", one_write_early)
+    monkeypatch.setattr(lowering, "_order_writes", one_write_early)
     path = tmp_path / "model.pte"
     lower({"prefill": trace(decoder, PREFILL, limits)}, path)
     contract = ProgramContract("prefill", method_spec(decoder, PREFILL, limits), decoder.states)
