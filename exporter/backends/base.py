@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from exporter.spec import CheckResult, DType, Layout, Manifest, ProgramSpec, Spec
+from exporter.spec import CheckResult, DType, FormatOptions, Layout, Manifest, ProgramSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,7 +66,7 @@ class FormatTraits:
     name: str
     title: str
     file: str
-    options: type[Spec]
+    options: type[FormatOptions]
     layout: Layout
     ids_dtype: str
     state_dtype: DType | None
