@@ -76,6 +76,14 @@ class TokenizerSpec(Spec):
     add_bos: bool
     has_chat_template: bool
 
+    def with_bos(self, ids: Sequence[int]) -> list[int]:
+        """`ids` of a text as the model wants them: after exactly one BOS, or as they are. A text (a rendered chat
+        template) may bring its BOS along."""
+        bos = self.bos_token_id
+        if self.add_bos and bos is not None and list(ids[:1]) != [bos]:
+            return [bos, *ids]
+        return list(ids)
+
 
 class CheckResult(Spec):
     """One line of the graph contract: `program` is a method's name, `evidence` what was seen in the graph, `form`
