@@ -25,6 +25,8 @@ from exporter import pipeline
 from exporter.config import load_config
 from exporter.progress import Progress
 
+pytest_plugins = ["skips"]
+
 # Equal examples in every run: what CI finds, everybody finds.
 settings.register_profile("fixed", derandomize=True)
 settings.load_profile("fixed")
