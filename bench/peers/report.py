@@ -7,7 +7,7 @@ from typing import Any
 
 from measuring import table
 from peers.catalogue import MODELS, PEERS
-from peers.schedule import SHORT, Figure, above_bare, at, key, long_peak, median, ratio
+from peers.schedule import SHORT, Figure, above_bare, at, key, long_peak, median, ratio, resident
 
 TITLES = {peer.name: peer.title for peer in PEERS}
 Run = Mapping[str, Any]
@@ -31,27 +31,37 @@ def mb(value: float) -> str:
     return f"{value / 1e6:.0f}"
 
 
-def figures(lengths: Sequence[int]) -> list[tuple[str, Figure]]:
-    """What is compared: a title and where to find it."""
-    speeds = [(f"{kind} {length}", at(kind, length)) for kind in ("prefill", "decode") for length in lengths]
+def figures(runs: Sequence[Run]) -> list[tuple[str, Figure, Callable[[float], str]]]:
+    """What is compared, where any of `runs` has it: a title, where to find it and how an absolute one is written."""
+
+    def whole(value: float) -> str:
+        return f"{value:.0f}"
+
+    def seconds(value: float) -> str:
+        return f"{value:.2f}"
+
+    lengths = lengths_of(runs)
+    speeds = [(f"{kind} {length}", at(kind, length), whole) for kind in ("prefill", "decode") for length in lengths]
     sizes = [
-        ("peak", above_bare),
-        ("long peak", long_peak),
-        ("load", key("load_seconds")),
-        ("first token", key("first_token_seconds")),
+        ("peak", above_bare, mb),
+        ("anonymous", resident("anonymous"), mb),
+        ("file pages", resident("file"), mb),
+        ("long peak", long_peak, mb),
+        ("load", key("load_seconds"), seconds),
+        ("first token", key("first_token_seconds"), seconds),
+        ("file", key("file_bytes"), mb),
     ]
-    return [*speeds, *sizes, ("file", key("file_bytes"))]
+    results = [run["result"] for run in runs if run["result"]]
+    return [one for one in (*speeds, *sizes) if any(one[1](result) is not None for result in results)]
 
 
 def absolute(row: Mapping[str, Any]) -> str:
     runs = row["runs"]
-    lengths = lengths_of(runs)
-    columns = ["", *(name for name, _ in figures(lengths)), "NLL", "from fp32", "KL", "export CPU s", "export GB"]
+    compared = figures(runs)
+    columns = ["", *(name for name, *_ in compared), "NLL", "from fp32", "KL", "export CPU s", "export GB"]
     rows = []
     for name in (name for names in contenders(runs) for name in names):
-        values = [median(runs, name, figure) for _, figure in figures(lengths)]
-        shows: list[Callable[[float], str]] = [lambda v: f"{v:.0f}"] * (2 * len(lengths))
-        shows += [mb, mb, lambda v: f"{v:.2f}", lambda v: f"{v:.2f}", mb]
+        values = [cell(median(runs, name, figure), show) for _, figure, show in compared]
         nll = median(runs, name, key("nll"))
         quality = [cell(nll, lambda v: f"{v:.4f}"), cell(nll, lambda v: f"{v - row['reference_nll']:+.4f}")]
         quality.append(cell(median(runs, name, key("kl")), lambda v: f"{v:.4f}"))
@@ -60,20 +70,20 @@ def absolute(row: Mapping[str, Any]) -> str:
             cell(cost.get("cpu_seconds"), lambda v: f"{v:.0f}"),
             cell(cost.get("peak_bytes"), lambda v: f"{v / 1e9:.1f}"),
         ]
-        rows.append([TITLES.get(name, name), *map(cell, values, shows), *quality, *export])
+        rows.append([TITLES.get(name, name), *values, *quality, *export])
     return table(columns, rows)
 
 
 def ratios(row: Mapping[str, Any]) -> str:
     runs = row["runs"]
-    lengths = lengths_of(runs)
+    compared = [one for one in figures(runs) if one[0] != "file pages"]  # which may be none at all
     ours, others = contenders(runs)
     rows = []
     for preset in ours:
         for peer in others:
-            values = [ratio(runs, preset, peer, figure) for _, figure in figures(lengths)]
+            values = [ratio(runs, preset, peer, figure) for _, figure, _ in compared]
             rows.append([preset, TITLES[peer], *(cell(value, lambda v: f"{v:.2f}") for value in values)])
-    return table(["ours", "over", *(name for name, _ in figures(lengths))], rows)
+    return table(["ours", "over", *(name for name, *_ in compared)], rows)
 
 
 def limits(row: Mapping[str, Any]) -> str:
@@ -112,12 +122,12 @@ def section(model: str, row: Mapping[str, Any]) -> str:
     return f"""## {MODELS[model]}
 
 Medians of {rounds} rounds; fp32 NLL {row["reference_nll"]:.4f}. prefill and decode: tokens a second; peak: MB above the
-bare process after conversations of up to {SHORT} tokens, long peak: after the longest one; load and first
-token: seconds; file: MB.
+bare process after conversations of up to {SHORT} tokens, long peak: after the longest one; anonymous and file pages: MB
+above it that are resident after those of up to {SHORT} tokens; load and first token: seconds; file: MB.
 
 {absolute(row)}
 
-Ours over the peer, the median of each round's ratio (speeds: more is better; peak, load, first token, file: less is):
+Ours over the peer, the median of each round's ratio (speeds: more is better; all else: less is):
 
 {ratios(row)}
 
@@ -145,7 +155,9 @@ empty cache to the first greedy token, the median of 3. decode N: greedy tokens 
 divergence in nats of the next token's distribution there from Transformers'. Contexts above {SHORT} tokens are measured
 in the first round alone. first token: loading and a prompt of 128 tokens in a fresh process with imports done and the
 files in the system's cache. export: what making the bundle or converting the model took, CPU seconds of all its
-processes and the largest one's peak of memory.
+processes and the largest one's peak of memory. Memory is counted both ways: the peak has everything that was resident,
+and apart from it anonymous is what a process wrote, which the system cannot drop, and file pages are those of mapped
+files, which it can (unless they are locked, as ExecuTorch's Python binding does to a program where it may).{results.get("note", "")}
 
 {sections}
 ## Versions

@@ -14,7 +14,7 @@ import torch
 from peers.catalogue import PEERS, Peer
 from peers.protocol import DECODED, divergence, mean_scores
 from peers.report import markdown
-from peers.schedule import above_bare, at, key, long_peak, median, ratio, schedule
+from peers.schedule import above_bare, at, key, long_peak, median, ratio, resident, schedule
 
 WORKERS = Path(bench_peers.__file__).parent / "peers"
 LENGTHS = (128, 2048, 32000)
@@ -25,6 +25,8 @@ def result(speed: float, **changes: Any) -> dict[str, Any]:
     return {
         "prefill": lengths, "decode": lengths, "limits": lengths, "live_bytes": {"128": 1e6, "2048": 2e6},
         "peaks": {"128": 300e6, "2048": 400e6}, "peak_bytes": 400e6, "bare_bytes": 100e6, "file_bytes": 50e6,
+        "resident": {"128": {"anonymous": 180e6, "file": 90e6}, "2048": {"anonymous": 270e6, "file": 100e6}},
+        "bare": {"anonymous": 60e6, "file": 40e6},
         "load_seconds": 1.0, "first_token_seconds": 2.0, "bandwidth": 30e9, "nll": 2.5, "kl": None,
         "versions": {"it": "1"},
     } | changes  # fmt: skip
@@ -75,6 +77,7 @@ def test_memory_is_compared_above_the_bare_process_at_one_length() -> None:
     long = result(1.0, peaks={"128": 300e6, "2048": 400e6, "8192": 900e6}, peak_bytes=900e6)
     assert above_bare(result(1.0)) == above_bare(long) == 300e6
     assert (long_peak(result(1.0)), long_peak(long)) == (None, 800e6)
+    assert (resident("anonymous")(long), resident("file")(long)) == (210e6, 60e6)
     assert key("nll")(result(1.0, nll=None)) is None
 
 
@@ -93,6 +96,27 @@ def test_the_page_names_ratios_quality_and_what_is_missing() -> None:
     assert "llama.cpp, the GGUF itself failed: exit code 1: no memory" in page
     assert "LiteRT int8: not installed: python install.py" in page
     assert "| int8 | 2048 | 2.0 | 100 | 100% |" in page
+
+
+def test_the_page_tells_what_was_written_from_what_was_mapped_where_that_is_known() -> None:
+    def page(*results: dict[str, Any]) -> list[str]:
+        runs = [run(0, name, found) for name, found in zip(("int8", "openvino"), results, strict=True)]
+        row = {"reference_nll": 2.5, "missing": {}, "runs": runs}
+        results_file = {"date": "2026-01-01", "machine": "a machine", "threads": 2, "models": {"gemma3_270m": row}}
+        return markdown(results_file).splitlines()
+
+    def cells(page: list[str], start: str) -> dict[str, str]:
+        line = next(line for line in page if line.startswith(start))
+        head = next(line for line in page if line.startswith("|  |" if start == "| int8 | 1" else "| ours | over"))
+        return dict(zip(*([cell.strip() for cell in one.split("|")[1:-1]] for one in (head, line)), strict=True))
+
+    peer = result(1.0, resident={"2048": {"anonymous": 480e6, "file": 40e6}}, bare={"anonymous": 60e6, "file": 40e6})
+    both = page(result(1.0), peer)
+    assert {"peak": "300", "anonymous": "210", "file pages": "60"}.items() <= cells(both, "| int8 | 1").items()
+    ratios = cells(both, "| int8 | OpenVINO")
+    assert ratios["anonymous"] == "0.50" and "file pages" not in ratios, "a peer may have none"
+    old = [{name: value for name, value in found.items() if name not in ("resident", "bare")} for found in (peer, peer)]
+    assert cells(page(*old), "| int8 | 1").keys() & {"anonymous", "file pages", "peak"} == {"peak"}
 
 
 def test_a_peer_without_environment_or_model_is_named_with_its_repair(tmp_path: Path) -> None:
@@ -150,6 +174,8 @@ def test_a_worker_reports_medians_alone_on_standard_output(worker: list[str]) ->
     assert found["nll"] == pytest.approx(math.log(4))
     assert found["kl"] == pytest.approx(math.log(4) - 1.75 * math.log(2), abs=1e-3)
     assert 0 < found["bare_bytes"] <= found["peak_bytes"]
+    for parts in (found["bare"], found["resident"]["128"], found["resident"]["2500"]):
+        assert parts["anonymous"] > 0 and parts["file"] > 0 and sum(parts.values()) <= found["peak_bytes"] + 2**20
 
 
 def test_what_libraries_print_is_kept_off_standard_output(worker: list[str], tmp_path: Path) -> None:
