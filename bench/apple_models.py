@@ -119,7 +119,7 @@ def main(
 def markdown(results: dict[str, Any]) -> str:
     """The committed page."""
     from exporter import verify as v
-    from exporter.spec import KEEP_INT8
+    from exporter.spec import SENSITIVE
 
     parity, exports, conversions, files, speed = [], [], [], [], []
     for target, weights in VARIANTS:
@@ -154,7 +154,7 @@ def markdown(results: dict[str, Any]) -> str:
             t = row["decode"]
             speed.append([*start, f"{t['load_seconds']:.1f}", f"{t['prefill_128']:.0f}", f"{t['decode']:.1f}"])
     effort = v.EFFORT["coreml"]
-    kept = "; ".join(f"`{weights}`: {', '.join(names)}" for weights, names in KEEP_INT8.items())
+    kept = "; ".join(f"`{weights}`: {', '.join(SENSITIVE)}" for weights in ("int4", "palettized4"))
     return f"""# Gemma 3 270M in Apple's formats, measured on Linux
 
 {results["date"]}, {results["machine"]}. Reproduce with `make apple`; the raw figures are in `apple-models.json`.
