@@ -82,7 +82,7 @@ def test_the_shapes_of_gemma_are_those_of_its_states() -> None:
 
 
 def measured() -> dict[str, Any]:
-    rows: dict[str, Any] = json.loads(text("docs/apple-models.json"))["rows"]
+    rows: dict[str, Any] = json.loads(text("docs/results/apple-models.json"))["runs"][0]["rows"]
     return rows
 
 
