@@ -133,18 +133,6 @@ def test_the_readme_has_the_measured_numbers() -> None:
             assert cells[5] == f"{cost['cpu_seconds']:.0f}, {cost['peak_bytes'] / 1e9:.2f}", weights
 
 
-def test_the_sizes_of_packages_are_the_measured_ones() -> None:
-    rows = table(PAGES["coreml"], "| weights | package | unique weights |")
-    assert rows.keys() == {"float16", "int8", "int4", "palettized4"}
-    found = {weights: row for weights in rows if (row := measured().get(f"coreml/{weights}"))}
-    assert {"float16", "int8"} <= found.keys()
-    for weights, own in found.items():
-        package, unique, *_ = rows[weights]
-        assert package == f"{own['export']['file_bytes'] / 1e6:.1f} MB", weights
-        stored = sum(own["describe"]["weight_bytes"].values())
-        assert unique == f"{stored / 1e6:.1f} MB", weights
-
-
 def test_the_evaluator_decodes_two_tokens_a_second() -> None:
     rates = {name: row["decode"]["decode"] for name, row in measured().items() if name.startswith("coreml/")}
     assert len(rates) >= 3 and min(rates.values()) >= 2, rates
