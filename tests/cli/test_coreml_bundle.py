@@ -13,10 +13,10 @@ from toy import VOCAB
 from typer.testing import CliRunner
 
 import runtime_ref
+from exporter.backends import traits
 from exporter.bundle import read_bundle
 from exporter.cli import app
 from exporter.errors import ConfigError
-from exporter.backends import traits
 
 
 @pytest.fixture(scope="module")

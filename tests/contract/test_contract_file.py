@@ -10,15 +10,14 @@ import yaml
 from programs_for_checks import CONTRACTS
 from tiny_models import CONV, GLOBAL, SLIDING, decoder_of, model
 
+from exporter.backends import traits
 from exporter.backends.executorch.build import graph_contracts
 from exporter.errors import ConfigError
-from exporter.backends import traits
 from exporter.graph.contract import MIN_DELEGATED_SHARE
-from exporter.spec.checks import TRACED_CHECKS
 from exporter.graph.contract_file import ContractFile, ProgramForm, load_contract
 from exporter.programs import Limits, interface, method_spec
-from exporter.spec import PROGRAMS
-from exporter.spec import CachePolicy, CheckResult, state_specs
+from exporter.spec import PROGRAMS, CachePolicy, CheckResult, state_specs
+from exporter.spec.checks import TRACED_CHECKS
 
 RING = {"kind": "ring", "rows": 8, "row_shape": [2, 16]}
 FULL = {"kind": "full", "row_shape": [2, 16]}
@@ -89,8 +88,8 @@ def test_layers_are_the_states_the_exporter_makes(tmp_path: Path) -> None:
         (s.name, s.kind, s.role, s.max_rows, s.row_shape) for s in theirs
     ]
     decoder = decoder_of(spec, slack=3, context=160)
-    for method in PROGRAMS:
-        assert interface(ours, 97, PROGRAMS[method], limits) == method_spec(decoder, PROGRAMS[method], limits)
+    for kind in PROGRAMS.values():
+        assert interface(ours, 97, kind, limits) == method_spec(decoder, kind, limits)
 
 
 def test_floors_and_ceilings_reach_their_method(tmp_path: Path) -> None:

@@ -13,11 +13,10 @@ import pytest
 from coreml_programs import built, contracts_of
 from tiny_models import one_thread  # noqa: F401
 
-from exporter.backends.coreml import check_file, read_file
-from exporter.backends.coreml.checks import check_package
-from exporter.backends.coreml.file import DATA, Package
-from exporter.errors import BundleError, GraphContractError
 from exporter.backends import traits
+from exporter.backends.coreml.checks import check_package
+from exporter.backends.coreml.file import DATA, Package, read_file
+from exporter.errors import BundleError, GraphContractError
 from exporter.graph.contract import ProgramContract
 
 NAME = "short convolution"  # a convolution, a ring, a convolution, a global layer
@@ -185,7 +184,7 @@ MUTANTS: list[tuple[Mutant, str, set[str]]] = [
 def test_a_built_package_holds_its_contract() -> None:
     _, result, path = built(NAME)
     package, contracts = package_and_contracts()
-    checks = check_file(read_file(path), contracts)
+    checks = check_package(read_file(path), contracts)
     assert [check.name for check in checks if not check.passed] == [] and tuple(checks) == result.checks
     assert {check.name for check in checks} == set(traits("coreml").checks)
     assert failed(package, contracts) == set()
@@ -260,7 +259,7 @@ def test_other_functions_and_damaged_packages_are_refused(tmp_path: Path) -> Non
     weights = tmp_path / "cut.mlpackage" / DATA / "weights" / "weight.bin"
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(BundleError, match="got 1000 bytes of weights"):
-        check_file(read_file(tmp_path / "cut.mlpackage"), contracts)
+        check_package(read_file(tmp_path / "cut.mlpackage"), contracts)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -125,7 +125,8 @@ class FaultyProgram(ProgramModule):
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *states: torch.Tensor) -> torch.Tensor:
         if self.fault == "returns every row of logits":
-            return self.decoder.logits(self.decoder.hidden_states(input_ids, position_ids, states, self.write_first))
+            hidden = self.decoder.hidden_states(input_ids, position_ids, states, self.kind.write_first)
+            return self.decoder.logits(hidden)
         logits = super().forward(input_ids, position_ids, *states)
         if self.fault == "adds a whole stack up":
             logits = logits + states[2].sum() * 0.0
@@ -135,9 +136,6 @@ class FaultyProgram(ProgramModule):
             logits = torch.where(logits > 1e9, logits, logits + float("inf") * 0)
             logits = torch.maximum(logits, torch.full((1, 1), -torch.inf))
         return logits
-
-
-Save = Callable[[Method, str], Path]
 
 
 def save(method: str, fault: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, ProgramContract]:
@@ -154,16 +152,15 @@ def save(method: str, fault: str, path: Path, monkeypatch: pytest.MonkeyPatch) -
     if fault == "fixes the rows":
         static = [s.model_copy(update={"static": True, "rows": s.max_rows}) for s in decoder.states]
         traced = tiny_models.randomize(Decoder(SPEC, static, FaultyKernels("")))
+    kind = PROGRAMS[method]
     program = convert(
-        {method: trace(traced, PROGRAMS[method], LIMITS, "int32")},
-        {method: method_spec(traced, PROGRAMS[method], LIMITS, "int32")},
-        {},
+        {method: trace(traced, kind, LIMITS, "int32")}, {method: method_spec(traced, kind, LIMITS, "int32")}, {}
     )
     program.save_asset(path)
-    return path, ProgramContract(method, method_spec(decoder, PROGRAMS[method], LIMITS, "int32"), decoder.states)
+    return path, ProgramContract(method, method_spec(decoder, kind, LIMITS, "int32"), decoder.states)
 
 
-FAULTS: list[tuple[Method, str, set[str]]] = [
+FAULTS: list[tuple[str, str, set[str]]] = [
     ("prefill", "prefill writes first", {"prefill_reads_before_write"}),
     ("main", "main reads first", {"main_writes_before_read"}),
     ("main", "reads the global rows first", {"full_writes_before_read"}),

@@ -10,10 +10,10 @@ import test_graph_exported
 import test_graph_lowered
 
 from exporter.backends import traits
-from exporter.spec.checks import TRACED_CHECKS
 from exporter.graph.contract_file import load_contract
 from exporter.programs import Limits, interface
 from exporter.spec import PROGRAMS
+from exporter.spec.checks import TRACED_CHECKS
 
 HERE = Path(__file__).parent
 TEXT = (HERE.parents[1] / "docs" / "graph-contract.md").read_text(encoding="utf-8")

@@ -10,16 +10,16 @@ from programs_for_checks import CONTRACTS, STATES, trace
 from torch.export import Dim, export
 
 from exporter import programs
-from exporter.errors import GraphContractError
 from exporter.backends.executorch.assertion import assert_graph_contract
+from exporter.errors import GraphContractError
 from exporter.graph import ProgramContract, Provenance, check_exported, refuse_failed
 from exporter.graph.checks_flow import conv_order
-from exporter.spec.checks import TRACED_CHECKS
 from exporter.graph.flow import Flow, Step, Value
 from exporter.graph.fx_flow import flow_of
 from exporter.graph.index_proof import Lengths, expected_rows, played_lengths, sample_lengths
 from exporter.graph.provenance import Trace
-from exporter.spec import MethodSpec, StateSpec, TensorSpec
+from exporter.spec import PREFILL, MethodSpec, StateSpec, TensorSpec
+from exporter.spec.checks import TRACED_CHECKS
 
 MUTANTS = [
     ("prefill", "data_index", True, "ring_write_index_from_shapes"),
@@ -105,7 +105,7 @@ def test_tracing_a_graph_instead_of_a_decoder_is_refused_with_the_reason(as_modu
     program = trace("main")
     graph: Any = program.module() if as_module else program
     with pytest.raises(GraphContractError, match="write rings first") as caught:
-        programs.trace(graph, PROGRAMS["prefill"], programs.Limits(max_context_length=64, max_prefill_chunk=24))
+        programs.trace(graph, PREFILL, programs.Limits(max_context_length=64, max_prefill_chunk=24))
     assert (caught.value.owner, caught.value.expected) == ("trace", "a Decoder")
 
 
@@ -159,6 +159,8 @@ def test_a_convolution_reads_its_state_before_it_is_replaced(read_first: bool) -
         dtype="float32",
     )  # fmt: skip
     interface = MethodSpec(
+        write_first=True,
+        logits="last",
         inputs=tuple(TensorSpec(name=n, shape=(1, 1), dtype="float32") for n in ("ids", "positions", state.name)),
         outputs=(TensorSpec(name="logits", shape=(1, 7), dtype="float32"),),
         dims={},

@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 from programs_for_checks import CONTRACTS, MAX_CHUNK, STATES, lower, trace
 
-from exporter.backends.executorch.file import Blob
-from exporter.backends.executorch.flow import flow_of_plan
-from exporter.errors import GraphContractError
+from exporter.backends import traits
 from exporter.backends.executorch.assertion import assert_graph_contract
 from exporter.backends.executorch.checks import check_lowered, runtime_registry
-from exporter.backends.executorch.file import PteFile, read_pte
+from exporter.backends.executorch.file import Blob, PteFile, read_pte
+from exporter.backends.executorch.flow import flow_of_plan
 from exporter.backends.executorch.stored import stored_weights
+from exporter.errors import GraphContractError
 from exporter.graph import FileLimits, ProgramContract
-from exporter.backends import traits
 from exporter.graph.provenance import Trace
 from exporter.spec import CheckResult
 

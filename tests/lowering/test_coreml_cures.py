@@ -34,7 +34,8 @@ SPECS = {
 @cache
 def traced(name: str, method: str) -> ExportedProgram:
     decoder = coreml_decoder(SPECS[name])
-    return trace_stateful(in_precision(decoder, SHIPPED), method, interface_of(decoder, PROGRAMS[method], LIMITS))
+    kind = PROGRAMS[method]
+    return trace_stateful(in_precision(decoder, SHIPPED), kind, interface_of(decoder, kind, LIMITS))
 
 
 def converted(name: str, method: str) -> list[Any]:

@@ -42,7 +42,7 @@ def test_the_bundle_says_what_it_is(int8_cache_bundle: Path) -> None:
         assert list(method.mutates) == [s.name for s in manifest.states]
     assert "llama::custom_quantized_sdpa.out" in manifest.programs[0].operators
     assert "quantized_decomposed::dequantize_per_token.out" not in manifest.programs[0].operators
-    assert manifest.cache.dtype == "int8" and not manifest.quantization.is_quantized
+    assert manifest.cache.dtype == "int8" and manifest.is_quantized and not manifest.program.rounded
 
 
 def test_every_check_holds_on_the_traced_programs_and_on_the_file(int8_cache_bundle: Path) -> None:

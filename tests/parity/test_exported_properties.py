@@ -32,7 +32,7 @@ def test_exported_equals_eager_equals_the_oracle(
     spec = model(attention(window, **heads), attention(None, theta=1_000_000.0, **heads))
     decoder = decoder_of(spec, kernels=kernels, slack=slack, context=CONTEXT)
     limits = Limits(max_context_length=CONTEXT, max_prefill_chunk=CHUNK)
-    exported = {method: trace(decoder, PROGRAMS[method], limits).module() for method in PROGRAMS}
+    exported = {name: trace(decoder, kind, limits).module() for name, kind in PROGRAMS.items()}
     ids = token_ids(sum(splits))
     expected = oracle_logits(spec, dict(decoder.named_parameters()), ids)
     states, twins, offset = states_of(decoder, torch.nan), states_of(decoder, torch.nan), 0

@@ -30,8 +30,7 @@ from tiny_models import (
 from exporter.graph import ProgramContract, check_exported, refuse_failed
 from exporter.model.decoder import Decoder, parameter_shapes
 from exporter.programs import Limits, method_spec, trace
-from exporter.spec import PROGRAMS
-from exporter.spec import ModelSpec
+from exporter.spec import PROGRAMS, ModelSpec
 
 NAN = float("nan")
 LENGTH = 60
@@ -181,7 +180,7 @@ class Programs:
 
     def __init__(self, spec: ModelSpec, slack: int, dtype: CacheDType, kernels: str) -> None:
         self.kernels, self.decoder = kernels, decoder_of(spec, kernels=kernels, slack=slack, dtype=dtype)
-        self.exported = {method: trace(self.decoder, PROGRAMS[method], LIMITS) for method in PROGRAMS}
+        self.exported = {name: trace(self.decoder, kind, LIMITS) for name, kind in PROGRAMS.items()}
         self.modules: dict[str, Any] = {method: program.module() for method, program in self.exported.items()}
 
 
@@ -245,7 +244,7 @@ def test_the_smallest_contexts_and_chunks_can_be_traced(context: int, chunk: int
     decoder, ids = decoder_of(model(SLIDING, GLOBAL), context=context), token_ids(context)
     limits = Limits(max_context_length=context, max_prefill_chunk=chunk)
     expected = oracle_logits(decoder.spec, dict(decoder.named_parameters()), ids)
-    programs = {method: trace(decoder, PROGRAMS[method], limits) for method in PROGRAMS}
+    programs = {name: trace(decoder, kind, limits) for name, kind in PROGRAMS.items()}
     for method, program in programs.items():  # a Q fixed at 2 equals the number of KV heads here
         interface = method_spec(decoder, PROGRAMS[method], limits)
         contract = ProgramContract(method=method, interface=interface, states=decoder.states)

@@ -16,9 +16,9 @@ import torch
 from tiny_models import GLOBAL, SLIDING, decoder_of, model
 from torch.export import export
 
-from exporter.backends.executorch import lower
 from exporter.backends.executorch.build import check_codes
 from exporter.backends.executorch.file_pages import FilePages, nothing_locked
+from exporter.backends.executorch.lower import lower
 from exporter.backends.executorch.ring_kernels import loading
 from exporter.backends.executorch.runtime import TOKENS_OF_PAGES, PteProgram, _loaded, one_torch_thread, prepare
 from exporter.backends.executorch.xnnpack import BACKEND, WEIGHT_CACHE, BackendOption, share_packed_weights
