@@ -60,8 +60,9 @@ def section(runs: Sequence[Run]) -> str:
 
 Reproduce: `make apple`.
 
-**Run on Linux, not on an Apple device.** The saved `.mlpackage` is executed by our [evaluator](mlpackage-evaluator.md), the
-`.aimodel` by the CPU interpreter of Apple's wheel. Context 8,192, chunks of up to 512. Columns as above.
+**Run on Linux, not on an Apple device.** The saved `.mlpackage` is executed by our
+[evaluator](mlpackage-evaluator.md), the `.aimodel` by the CPU interpreter of Apple's wheel. Context 8,192, chunks of up
+to 512. Columns as above.
 
 - Core ML: {core_ml["tokens"]} tokens of English through `main` one by one, then {core_ml["greedy"]} greedy tokens.
 - Core AI, whose interpreter takes over a second a token: the same text, of which only the last {core_ai["tail"]} tokens
