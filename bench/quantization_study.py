@@ -41,7 +41,7 @@ VARIANTS: dict[str, QuantizationSpec] = {
     ),
     "balanced, 32,768 rows of the head int8": BALANCED.model_copy(update={"head_int8_rows": 32768}),
     "balanced, no row of the head int8": BALANCED.model_copy(update={"head_int8_rows": 0}),
-    "int8 everywhere, neither smoothed nor by GPTQ": QuantizationSpec(linear="int8", embedding="int8", head="int8"),
+    "int8 everywhere, without scaling and GPTQ": QuantizationSpec(linear="int8", embedding="int8", head="int8"),
     "small, k_proj int4": SMALL.model_copy(update={"keep_int8": ("down_proj", "v_proj")}),
     "small, nearest": SMALL.model_copy(update={"rounding": "nearest"}),
 }
@@ -126,7 +126,7 @@ def main(model: Annotated[Path, typer.Argument(help="The YAML of an export.")]) 
 
     rounded = copy.deepcopy(original)
     round_weights(rounded)
-    row("int8 weights of linears, neither smoothed nor by GPTQ, activations float", rounded, " | ")
+    row("int8 weights of linears, without scaling and GPTQ, activations float", rounded, " | ")
     for name, spec in VARIANTS.items():
         decoder = copy.deepcopy(original)  # smoothing works in place
         tied = decoder.spec.tie_word_embeddings
