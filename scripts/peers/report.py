@@ -157,7 +157,7 @@ in the first round alone. first token: loading and a prompt of 128 tokens in a f
 files in the system's cache. export: what making the bundle or converting the model took, CPU seconds of all its
 processes and the largest one's peak of memory. Memory is counted both ways: the peak has everything that was resident,
 and apart from it anonymous is what a process wrote, which the system cannot drop, and file pages are those of mapped
-files, which it can (unless they are locked, as ExecuTorch's Python binding does to a program where it may).{results.get("note", "")}
+files, which it can; ExecuTorch's Python binding locks those of a program where it may.{results.get("note", "")}
 
 {sections}
 ## Versions
