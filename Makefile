@@ -27,7 +27,7 @@ demo: bundles/$(MODEL)/manifest.json
 
 # Everything CI runs: style, types, and the tests on tiny random models.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -6,7 +6,6 @@ has, into the user's cache.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import hashlib
@@ -15,7 +14,6 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from exporter.backends.executorch.xnnpack import executorch_root
@@ -95,17 +93,3 @@ def use_ring_kernels(use: bool) -> bool:
     """
     library = _load()
     return library is not None and bool(library.ring_use_kernels(int(use)))
-
-
-@contextlib.contextmanager
-def loading(path: Path) -> Iterator[None]:
-    """Let the pages of the program at `path` go all the time while its methods are loaded in here, so that no weights
-    are in memory both as the file has them and packed. Without a compiler they are, for as long as loading takes."""
-    library = _load()
-    if library is not None:
-        library.ring_begin_loading(str(path.resolve()).encode())
-    try:
-        yield
-    finally:
-        if library is not None:
-            library.ring_end_loading()
