@@ -26,7 +26,6 @@ from exporter.bundle import Bundle
 from exporter.english import english_text
 from exporter.errors import ConfigError, RuntimeLimitError
 from exporter.machine import ResidentParts, peak_memory_bytes, resident_bytes, resident_parts
-from exporter.spec import Manifest, QuantizationSpec
 from runtime_ref.programs import load_program, prepare_runtime
 from runtime_ref.sampling import best
 from runtime_ref.score import score
@@ -255,27 +254,6 @@ def program_bytes(bundle: Bundle) -> int:
 
 
 def token_bytes(bundle: Bundle) -> int:
-    """What a decoded token reads of the program: all of it but the rows that only an embedding gathers, of which it
-    reads one. (For a mixture of experts that is more than a token reads.)"""
-    return program_bytes(bundle) - _embedding_bytes(bundle.manifest)
-
-
-def _embedding_bytes(manifest: Manifest) -> int:
-    """Of an embedding that is not the head's table; where it is, what four bits of that leave over for it (see
-    `exporter.quantization.tables`)."""
-    rows, width = manifest.model.vocab_size, manifest.model.hidden_size
-    options, tied = manifest.program.options, manifest.model.tie_word_embeddings
-    grids = QuantizationSpec.model_validate(options.get("quantization", {}))
-    if not tied or (grids.head == "none") != (grids.embedding == "none"):
-        return int(rows * width * _bytes_a_weight(manifest))
-    if (grids.head, grids.embedding) != ("int4", "int8"):
-        return 0
-    nibbles, scales = width // 2, 2 * width // grids.group_size
-    return max(rows - grids.head_int8_rows, 0) * (nibbles + scales)
-
-
-def _bytes_a_weight(manifest: Manifest) -> float:
-    """Of an embedding that is no head, without its scales."""
-    options = manifest.program.options
-    grid = options["quantization"]["embedding"] if "quantization" in options else options["weights"]
-    return {"none": 4.0, "float32": 4.0, "float16": 2.0, "int8": 1.0}.get(grid, 0.5)
+    """What a decoded token reads of the program: all of it but the weights it does not go through, as its recipe says.
+    (Of a mixture of experts a program goes through all.)"""
+    return program_bytes(bundle) - bundle.manifest.program.recipe.unread_bytes

@@ -62,7 +62,7 @@ class Checkpoint(ABC):
 
     def reader(self, expected: Mapping[str, tuple[int, ...]]) -> Callable[[str], torch.Tensor]:
         """What reads a parameter from the file each time it is called, by its canonical name, as a contiguous float32
-        tensor: the float model need not be in memory at once.
+        tensor with a memory of its own: the float model need not be in memory at once.
 
         Args:
             expected: the decoder's parameters, canonical name -> shape (docs/parameters.md).
@@ -85,7 +85,8 @@ class Checkpoint(ABC):
                     expected="no head of its own, or one equal to the embedding",
                     repair='Say "tie_word_embeddings": false in config.json if the head is meant.',
                 )
-            return tensor.contiguous()
+            alone = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+            return tensor if alone else tensor.clone(memory_format=torch.contiguous_format)
 
         return read
 
@@ -121,7 +122,8 @@ class Checkpoint(ABC):
     def stored(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The way back: the float32 tensors that this checkpoint would store if its parameters were `parameters`.
 
-        A head that a tied model carries all the same is not among them.
+        A head that a tied model carries all the same is not among them, and rows that no parameter has are zero.
+        Parameters that are read from one stored tensor as a whole must be equal.
 
         Raises:
             CheckpointError: as `reader`.
@@ -136,7 +138,7 @@ class Checkpoint(ABC):
                     rows = source.rows(part.ndim)
                     part, row = part[row : row + rows].reshape(source.shape), row + rows
                 whole = result.get(source.key)
-                whole = torch.empty(source.tensors[0].shape) if whole is None else whole
+                whole = torch.zeros(source.tensors[0].shape) if whole is None else whole
                 result[source.key] = source.piece.put(whole, part)
         return result
 

@@ -33,7 +33,15 @@ from exporter.spec.model import (
     ShortConvSpec,
 )
 from exporter.spec.programs import MAIN, PREFILL, PROGRAMS, ProgramKind, program_for
-from exporter.spec.quantization import KEEP_INT8, PRESETS, FormatOptions, QuantizationSpec, ReducedWeights
+from exporter.spec.quantization import (
+    PRESETS,
+    SENSITIVE,
+    FormatOptions,
+    QuantizationSpec,
+    ReducedWeights,
+    keep_int8_by_default,
+)
+from exporter.spec.recipe import EMBEDDING, HEAD, GridSpec, ParameterSpec, Recipe, WeightBits, dtype_bits
 from exporter.spec.states import (
     SCALES,
     STACKED_NAMES,
@@ -51,14 +59,16 @@ from exporter.spec.states import (
 __all__ = [
     "DTYPE_BYTES",
     "EAGER",
+    "EMBEDDING",
     "FLOAT",
-    "KEEP_INT8",
+    "HEAD",
     "MAIN",
     "MANIFEST_VERSION",
     "PREFILL",
     "PRESETS",
     "PROGRAMS",
     "SCALES",
+    "SENSITIVE",
     "STACKED_NAMES",
     "Activation",
     "AttentionSpec",
@@ -68,6 +78,7 @@ __all__ = [
     "DType",
     "FileEntry",
     "FormatOptions",
+    "GridSpec",
     "LayerSpec",
     "Layout",
     "MLPSpec",
@@ -75,9 +86,11 @@ __all__ = [
     "MethodSpec",
     "MoESpec",
     "ModelSpec",
+    "ParameterSpec",
     "ProgramKind",
     "ProgramSpec",
     "QuantizationSpec",
+    "Recipe",
     "ReducedWeights",
     "RopeSpec",
     "ShortConvSpec",
@@ -87,7 +100,10 @@ __all__ = [
     "StateSpec",
     "TensorSpec",
     "TokenizerSpec",
+    "WeightBits",
     "cache_states",
+    "dtype_bits",
+    "keep_int8_by_default",
     "laid_out",
     "program_for",
     "stacked",

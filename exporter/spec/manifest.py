@@ -8,6 +8,7 @@ from typing import Any, Literal
 from exporter.spec.base import DType, Spec
 from exporter.spec.model import ModelSpec
 from exporter.spec.programs import Logits
+from exporter.spec.recipe import Recipe
 from exporter.spec.states import CachePolicy, Layout, StateSpec, state_specs
 
 MANIFEST_VERSION = 4
@@ -40,16 +41,18 @@ class MethodSpec(Spec):
 class ProgramSpec(Spec):
     """One program, a file or a directory of the bundle. `format` selects the loader.
 
-    `options` are the format's section of the config, `weights` says in words how weights are stored, `rounded` whether
-    weights or activations are rounded at all. `states` is the state it takes, in the `layout` of the format;
-    `scaled_states` says that their values are not those of the model it came from, because factors were moved between
-    its layers. `operators` are those it uses; of an ExecuTorch program, those outside every delegate.
+    `options` are the format's section of the config; `weights` says in words how weights are stored, `recipe` how each
+    of them is, `rounded` whether weights or activations are rounded at all. `states` is the state it takes, in the
+    `layout` of the format; `scaled_states` says that their values are not those of the model it came from, because
+    factors were moved between its layers. `operators` are those it uses; of an ExecuTorch program, those outside every
+    delegate.
     """
 
     format: str
     file: str
     options: dict[str, Any]
     weights: str
+    recipe: Recipe
     rounded: bool
     layout: Layout
     states: tuple[StateSpec, ...]

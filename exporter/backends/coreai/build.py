@@ -27,8 +27,7 @@ from exporter.graph.fx_flow import flow_of
 from exporter.graph.provenance import Trace
 from exporter.model.decoder import Decoder
 from exporter.programs import Limits, method_spec, trace
-from exporter.quantization.matrices import Storage, grids_of
-from exporter.spec import MAIN, PREFILL, PROGRAMS, CheckResult, Manifest, ProgramSpec
+from exporter.spec import MAIN, PREFILL, PROGRAMS, CheckResult, Manifest, ProgramSpec, Recipe
 
 METADATA_FILE = "metadata.json"
 STATE_KINDS = {"full": "kv_cache", "ring": "sliding_cache", "conv": "fixed"}
@@ -39,7 +38,9 @@ def kernels(options: CoreAIOptions) -> CacheKernels:
     return PlainKernels()
 
 
-def build(decoder: Decoder, limits: Limits, options: CoreAIOptions, directory: Path, step: Step) -> Built:
+def build(
+    decoder: Decoder, limits: Limits, options: CoreAIOptions, recipe: Recipe, *, directory: Path, step: Step
+) -> Built:
     """See `BuildModule.build`.
 
     Raises:
@@ -51,12 +52,11 @@ def build(decoder: Decoder, limits: Limits, options: CoreAIOptions, directory: P
         name: ProgramContract(name, method_spec(decoder, kind, limits, TRAITS.ids_dtype), decoder.states)
         for name, kind in PROGRAMS.items()
     }
-    grids = grids_of(decoder, Storage(TRAITS.name, options.weights, options.keep_int8))
     with step("trace for Core AI"):
         programs = {name: trace(decoder, kind, limits, TRAITS.ids_dtype) for name, kind in PROGRAMS.items()}
         checks = check_traced(programs, contracts)
     with step("convert to Core AI") as detail, contextlib.redirect_stdout(io.StringIO()):
-        program = convert(programs, {method: own.interface for method, own in contracts.items()}, grids)
+        program = convert(programs, {method: own.interface for method, own in contracts.items()}, recipe)
         record_ranges(program.save_asset(directory / TRAITS.file), contracts.values())
         del program, programs
         size = sum(file.stat().st_size for file in (directory / TRAITS.file).iterdir())
@@ -71,8 +71,9 @@ def build(decoder: Decoder, limits: Limits, options: CoreAIOptions, directory: P
         format=TRAITS.name,
         file=TRAITS.file,
         options=options.model_dump(mode="json"),
-        weights=options.described,
-        rounded=options.rounds,
+        weights=options.described(recipe),
+        recipe=recipe,
+        rounded=not recipe.is_float32,
         layout=TRAITS.layout,
         states=decoder.states,
         methods={method: own.interface for method, own in contracts.items()},

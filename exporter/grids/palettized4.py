@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from exporter.grids.base import Grid, Stored
+
 ENTRIES = 16
 STEPS = 8
 QUANTILES = 0.7
@@ -52,3 +54,11 @@ def _cluster(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _nearest(values: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
     """int64 ``[N, K]``: between two neighbours in ascending order, the middle decides."""
     return torch.searchsorted((centres[:, 1:] + centres[:, :-1]) / 2, values)
+
+
+def _store(weight: torch.Tensor, group_size: int | None) -> Stored:
+    codes, palettes = palettize(weight)
+    return Stored(codes, palettes=palettes)
+
+
+GRID = Grid(name="palettized4", codes="uint4", store=_store, palette=ENTRIES)
