@@ -12,6 +12,7 @@ from exporter.model.decoder import Decoder
 from exporter.programs import METHODS, Limits, Method, method_spec
 from exporter.quantization.matrices import Storage, grids_of
 from exporter.spec import IDS_DTYPES, CoreMLOptions, Manifest, MethodSpec, ProgramSpec
+from exporter.units import in_unit
 
 PROGRAM_FILE = "model.mlpackage"
 VERSIONS = ("coremltools",)
@@ -62,7 +63,7 @@ def build(decoder: Decoder, limits: Limits, options: CoreMLOptions, directory: P
         checks = check_package(package, contracts)
         refuse_failed(checks)
         description = describe_package(package)
-        detail(f"{len(checks)} checks passed, {description.file_bytes / 1e6:.0f} MB")
+        detail(f"{len(checks)} checks passed, {in_unit(description.file_bytes, 'MB', 0)}")
     operators = sorted({name for function in description.functions for name in function.operators})
     spec = ProgramSpec(
         format="coreml",

@@ -30,6 +30,7 @@ from exporter.programs import METHODS, Limits, Method, method_spec, trace
 from exporter.quantization.bits import weight_bits
 from exporter.quantization.modules import QuantizedLinear
 from exporter.spec import CheckResult, ExecutorchOptions, Manifest, ProgramSpec, QuantizationSpec
+from exporter.units import in_unit
 
 PROGRAM_FILE = "model.pte"
 VERSIONS = ("executorch", "torchao")
@@ -56,7 +57,7 @@ def build(decoder: Decoder, limits: Limits, options: ExecutorchOptions, director
         path = directory / PROGRAM_FILE
         lower(programs, path)
         del programs
-        detail(f"{path.stat().st_size / 1e6:.0f} MB")
+        detail(in_unit(path.stat().st_size, "MB", 0))
     with step("check lowered program") as detail:
         runtime, operators = runtime_registry()
         with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
