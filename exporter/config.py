@@ -107,7 +107,7 @@ class ExportConfig(_Config):
     @model_validator(mode="after")
     def _caches_suit_the_targets(self) -> ExportConfig:
         others = [target for target in self.targets if target != "executorch"]
-        if "int8" in self.cache.dtypes.values() and others:
+        if "int8" in self.cache.dtypes and others:
             raise ValueError(
                 f"cache.dtype and cache.global_dtype float32 or float16 for the targets {', '.join(others)}: "
                 "int8 caches are ExecuTorch's"

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from exporter.errors import GraphContractError
-from exporter.spec import CheckResult, MethodSpec, StateSpec
+from exporter.spec import KINDS, CheckResult, MethodSpec, StateSpec
 
+_OF_KINDS = (
+    *(kind.index_check for kind in KINDS.values() if kind.positional),
+    *dict.fromkeys(kind.order_check(write_first) for kind in KINDS.values() for write_first in (False, True)),
+)
 _BOTH_FORMS = (
-    "ring_write_index_from_shapes", "full_write_index_from_shapes", "write_index_is_definition",
-    "prefill_reads_before_write", "main_writes_before_read", "full_writes_before_read", "conv_reads_before_write",
-    "mutated_inputs_exactly_states", "no_scalar_read_from_data", "no_tensor_remainder", "finite_constants",
-    "dynamic_ranges", "last_token_logits_only",
+    *_OF_KINDS, "write_index_is_definition", "mutated_inputs_exactly_states", "no_scalar_read_from_data",
+    "no_tensor_remainder", "finite_constants", "dynamic_ranges", "last_token_logits_only",
 )  # fmt: skip
 EXPORTED_CHECKS = (*_BOTH_FORMS, "writes_land_on_their_rows")
 """The names of the checks of an exported program; docs/graph-contract.md says what each proves."""
@@ -116,6 +118,11 @@ class ProgramContract:
 
     def of_kind(self, kind: str) -> tuple[StateSpec, ...]:
         return tuple(state for state in self.states if state.kind == kind)
+
+    @property
+    def positional(self) -> dict[str, StateSpec]:
+        """The states whose rows belong to positions, by name."""
+        return {state.name: state for state in self.states if state.cache_kind.positional}
 
     def result(self, name: str, problems: list[str], evidence: str) -> CheckResult:
         """A check's outcome: it passed when there are no `problems`, which otherwise are the evidence."""

@@ -7,9 +7,10 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from exporter.spec.base import DType, Spec
+from exporter.data import DType, Spec
+from exporter.kinds import CachePolicy, Layout, StateSpec
 from exporter.spec.model import ModelSpec
-from exporter.spec.states import CachePolicy, Layout, StateSpec, state_specs
+from exporter.spec.states import state_specs
 
 MANIFEST_VERSION = 3
 

@@ -26,14 +26,13 @@ from exporter.graph.provenance import Trace
 from exporter.model.decoder import Decoder
 from exporter.programs import METHODS, Limits, Method, method_spec, trace
 from exporter.quantization.matrices import Storage, grids_of
-from exporter.spec import IDS_DTYPES, CheckResult, CoreAIOptions, Manifest, ProgramSpec
+from exporter.spec import IDS_DTYPES, CacheKind, CheckResult, CoreAIOptions, Manifest, ProgramSpec
+from exporter.units import in_unit
 
 PROGRAM_FILE = "model.aimodel"
 METADATA_FILE = "metadata.json"
 VERSIONS = ("coreai-core", "coreai-torch", "coreai-opt")
 IDS_DTYPE = IDS_DTYPES["coreai"]
-STATE_KINDS = {"full": "kv_cache", "ring": "sliding_cache", "conv": "fixed"}
-"""What Apple's metadata calls a state. A ``fixed`` one turns off going back to a shorter conversation."""
 
 
 def kernels(options: CoreAIOptions) -> CacheKernels:
@@ -61,7 +60,7 @@ def build(decoder: Decoder, limits: Limits, options: CoreAIOptions, directory: P
         record_ranges(program.save_asset(directory / PROGRAM_FILE), contracts.values())
         del program, programs
         size = sum(file.stat().st_size for file in (directory / PROGRAM_FILE).iterdir())
-        detail(f"{size / 1e6:.0f} MB")
+        detail(in_unit(size, "MB", 0))
     with step("check Core AI program") as detail:
         asset = Asset(directory / PROGRAM_FILE)
         lowered = check_file(asset, list(contracts.values()))
@@ -100,6 +99,13 @@ def check_traced(
     return results
 
 
+def apples_word(kind: CacheKind) -> str:
+    """What Apple's metadata calls a state. A ``fixed`` one turns off going back to a shorter conversation."""
+    if kind.grows:
+        return "kv_cache"
+    return "sliding_cache" if kind.rewinds else "fixed"
+
+
 def beside(manifest: Manifest) -> dict[str, str]:
     """Apple's `metadata.json`, which finds `tokenizer/` beside itself."""
     metadata = {
@@ -113,7 +119,7 @@ def beside(manifest: Manifest) -> dict[str, str]:
             "vocab_size": manifest.model.vocab_size,
             "max_context_length": manifest.max_context_length,
             "function_map": {"main": ["main"], "prompt": ["prefill"]},
-            "states": {state.name: STATE_KINDS[state.kind] for state in manifest.states},
+            "states": {state.name: apples_word(state.cache_kind) for state in manifest.states},
         },
     }
     return {METADATA_FILE: json.dumps(metadata, indent=2) + "\n"}
