@@ -9,9 +9,20 @@ import pytest
 ROOT = Path(__file__).parents[2]
 EXPORTER = sorted((ROOT / "exporter").rglob("*.py"))
 RUNTIME = sorted((ROOT / "runtime_ref").rglob("*.py"))
-SPEC = {f"exporter.spec.{part}" for part in ("base", "model", "states", "manifest")}
+SPEC = {f"exporter.spec.{part}" for part in ("model", "states", "manifest")}
+KINDS = {f"exporter.kinds{part}" for part in ("", ".attention", ".base", ".conv", ".policy")}
 VERIFICATION = {"exporter/verify.py", "exporter/runs.py"}
-LEAFS = {f"exporter.{leaf}" for leaf in ("spec", "bundle", "errors", "optional", "quiet", "machine", "english")}
+LEAFS = {
+    "exporter.spec",  # what a manifest says, and what the kinds of its states do
+    "exporter.bundle",  # reads what the exporter wrote
+    "exporter.errors",  # one family of errors, one exit code
+    "exporter.units",  # sizes in the same words
+    "exporter.lengths",  # the same usual contexts, and one way to ask for others
+    "exporter.optional",  # how to install what a format needs
+    "exporter.quiet",  # what keeps libraries from talking into the output
+    "exporter.machine",  # what a bench runs on and what it takes
+    "exporter.english",  # the text that a bench scores
+}
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -43,15 +54,24 @@ def test_only_verification_imports_the_runtime(path: Path) -> None:
 @pytest.mark.parametrize(
     ("leaf", "allowed"),
     [
-        ("spec/base", set()),
-        ("spec/model", SPEC),
-        ("spec/states", SPEC | {"exporter.errors"}),
-        ("spec/manifest", SPEC | {"exporter.errors"}),
-        ("spec/__init__", SPEC),
+        ("data", set()),
+        ("kinds/policy", {"exporter.data"}),
+        ("kinds/base", {"exporter.data", "exporter.kinds.policy"}),
+        ("kinds/attention", KINDS | {"exporter.data"}),
+        ("kinds/ring", KINDS),
+        ("kinds/full", KINDS),
+        ("kinds/conv", KINDS),
+        ("kinds/__init__", KINDS),
+        ("spec/model", {"exporter.data", "exporter.kinds"}),
+        ("spec/states", SPEC | KINDS | {"exporter.data", "exporter.errors"}),
+        ("spec/manifest", SPEC | KINDS | {"exporter.data", "exporter.errors"}),
+        ("spec/__init__", SPEC | KINDS | {"exporter.data"}),
         ("errors", set()),
+        ("units", set()),
+        ("lengths", {"exporter.errors"}),
         ("optional", {"exporter.errors", "exporter.quiet"}),
         ("bundle", {"exporter.errors", "exporter.spec"}),
-        ("machine", set()),
+        ("machine", {"exporter.units"}),
         ("english", {"exporter.spec"}),
     ],
 )
