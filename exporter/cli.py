@@ -51,7 +51,8 @@ def export(
     out: Annotated[Path | None, typer.Option(help="Where to write the bundle (default: bundles/NAME).")] = None,
     dry_run: Annotated[bool, typer.Option(help="Print config, layers and memory plan; trace nothing.")] = False,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="Override a key of the YAML, e.g. --set quantization=balanced.")
+        list[str] | None,
+        typer.Option("--set", help="Override a key of the YAML, e.g. --set executorch.quantization=balanced."),
     ] = None,
 ) -> None:
     """Write a bundle: the program, its tokenizer and a manifest, verified against the model it came from."""
@@ -130,8 +131,6 @@ def inspect(
     if output_format is OutputFormat.JSON:
         typer.echo(json.dumps(inspected.as_json(), indent=2))
     elif inspected.manifest is None:
-        if inspected.facts:
-            output.print(tables.facts_table(inspected.facts))
         for description in inspected.descriptions:
             for table in tables.description_tables(description):
                 output.print(table)

@@ -10,6 +10,7 @@ import platform
 import resource
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -104,6 +105,27 @@ def peak_memory_bytes() -> int:
         return peak
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, KiB elsewhere
     return used if sys.platform == "darwin" else used * 1024
+
+
+@dataclass(frozen=True)
+class ResidentParts:
+    """The resident set of a process in two parts, bytes.
+
+    Attributes:
+        anonymous: memory that no file holds: what the process wrote, shared memory included. The system cannot drop it.
+        file: pages of mapped files, libraries among them, which it can drop and read again.
+    """
+
+    anonymous: int
+    file: int
+
+
+def resident_parts() -> ResidentParts | None:
+    """Of this process now; None on systems that do not tell. (The kernel keeps no peak of either.)"""
+    anonymous, shared, file = (_status_bytes(key) for key in ("RssAnon", "RssShmem", "RssFile"))
+    if anonymous is None or shared is None or file is None:
+        return None
+    return ResidentParts(anonymous + shared, file)
 
 
 def resident_bytes() -> int:

@@ -13,9 +13,10 @@ from typing import NamedTuple
 import torch
 
 from exporter.model.decoder import Decoder, ReadParameter, all_read
+from exporter.programs import run_kind
 from exporter.quantization.modules import floats_held
-from exporter.spec import Manifest
-from runtime_ref.programs.eager import EagerProgram
+from exporter.spec import PROGRAMS, Manifest, ProgramKind, program_for
+from runtime_ref.programs import EagerProgram
 from runtime_ref.session import Session
 from runtime_ref.state import State
 
@@ -38,10 +39,10 @@ class Calls(NamedTuple):
 def eager_session(manifest: Manifest, decoder: Decoder) -> Session:
     """A session over the eager model, with a state of its own."""
 
-    def method(write_first: bool) -> Callable[..., torch.Tensor]:
-        return lambda input_ids, position_ids, *states: decoder(input_ids, position_ids, states, write_first)
+    def method(kind: ProgramKind) -> Callable[..., torch.Tensor]:
+        return lambda input_ids, position_ids, *states: run_kind(decoder, kind, input_ids, position_ids, states)
 
-    return Session(manifest, EagerProgram(prefill=method(False), main=method(True)))
+    return Session(manifest, EagerProgram({name: method(kind) for name, kind in PROGRAMS.items()}))
 
 
 def schedule(manifest: Manifest) -> list[int]:
@@ -92,7 +93,7 @@ def run_by_layers(manifest: Manifest, decoder: Decoder, calls: Calls, read: Read
         with decoder.reading(f"layers.{n}", read), floats_held(decoder.layers[n]):
             yield
 
-    made = [decoder.call(end - start, start, write_first=end - start == 1) for start, end in spans]
+    made = [decoder.call(end - start, start, program_for(end - start).write_first) for start, end in spans]
     for _ in decoder.through_layers(hidden, made, lambda n: decoder.states_of(n, state.tensors), around):
         pass
     last = torch.cat([rows[:, -1:] for rows in hidden], 1)

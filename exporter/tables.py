@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from exporter.describe import FileDescription
 from exporter.plan import ContextPlan, KindGrowth
-from exporter.spec import KINDS, CheckResult, Comparison, Manifest, ModelSpec, ProgramSpec
+from exporter.spec import KINDS, CheckResult, Comparison, Manifest, ModelSpec
 from exporter.units import BINARY, DECIMAL, amount, size
-
-if TYPE_CHECKING:
-    from exporter.inspection import FileFacts
 
 
 def _table(title: str, columns: Sequence[str], left: int = 1) -> Table:
@@ -75,20 +71,11 @@ def growth_table(growths: Sequence[KindGrowth], layers: int) -> Table:
     return table
 
 
-def facts_table(files: Sequence[FileFacts]) -> Table:
-    columns = ("file", "method", "planned bytes", "kernels outside delegates")
-    table = _table("program files", columns, left=2)
-    for facts in files:
-        sizes = f"{facts.file}: {facts.file_bytes:,} bytes, constants {facts.constant_bytes:,}, "
-        sizes += f"named {facts.named_bytes:,}"
-        for name, method in facts.methods.items():
-            table.add_row(sizes, name, f"{method.planned_bytes:,}", ", ".join(method.operators))
-    return table
-
-
 def description_tables(file: FileDescription) -> list[Table]:
     """What a file says of itself: inputs, states and outputs of every function, its operators, its weights."""
-    values = _table(f"{file.format} program, {file.file_bytes:,} bytes", ("function", "", "name", "dtype", "shape"), 5)
+    values = _table(
+        f"{file.file}, {file.format} program, {file.file_bytes:,} bytes", ("function", "", "name", "dtype", "shape"), 5
+    )
     operators = _table("operators", ("function", "operators"), left=2)
     for function in file.functions:
         for what, rows in (("input", function.inputs), ("state", function.states), ("output", function.outputs)):
@@ -96,9 +83,12 @@ def description_tables(file: FileDescription) -> list[Table]:
                 values.add_row(function.name, what, *row)
         counts = sorted(function.operators.items(), key=lambda item: (-item[1], item[0]))
         operators.add_row(function.name, ", ".join(f"{name} {count}" for name, count in counts))
-    weights = _table("weights", ("precision", "bytes"))
+    weights = _table("bytes", ("", "bytes"))
     for precision, count in file.weight_bytes.items():
         weights.add_row(precision, f"{count:,}")
+    for function in file.functions:
+        if function.planned_bytes is not None:
+            weights.add_row(f"{function.name}, planned beside the states", f"{function.planned_bytes:,}")
     return [values, operators, weights]
 
 
@@ -142,7 +132,7 @@ def bundle_table(manifest: Manifest) -> Table:
         "source": f"{source.name} ({source.kind}), licence: {source.license or 'not stated'}",
         "model": f"{model.family}, {len(model.layers)} layers, vocabulary {model.vocab_size}",
         "context / prefill chunk": f"{manifest.max_context_length} / {manifest.max_prefill_chunk}",
-        "weights": "; ".join(map(_weights, manifest.programs)),
+        "weights": "; ".join(f"{program.format}: {program.weights}" for program in manifest.programs),
         "cache": f"{manifest.cache.caches}, growth: {manifest.cache.growth}, ring slack: {manifest.cache.ring_slack}",
         "versions": ", ".join(f"{name} {number}" for name, number in manifest.versions.items()),
     }
@@ -151,11 +141,6 @@ def bundle_table(manifest: Manifest) -> Table:
     for name, entry in manifest.files.items():
         table.add_row(name, f"{entry.bytes:,} bytes, sha256 {entry.sha256[:16]}…")
     return table
-
-
-def _weights(program: ProgramSpec) -> str:
-    kept = f", int8 in {' '.join(program.keep_int8)}" if program.keep_int8 else ""
-    return f"{program.format}: {program.weights}{kept}"
 
 
 def operators_table(manifest: Manifest) -> Table:

@@ -60,10 +60,10 @@ def tables(found: Bench) -> tuple[Table, Table]:
     """Speeds by length, and the figures that have no length."""
     speeds = Table(
         "tokens", "prefill tok/s", "decode tok/s", "live cache", "memory's limit tok/s", "reached", "peak above bare",
-        title=f"{found.name}, {found.format} {found.weights}, {found.threads} threads",
+        "anonymous", "file pages", title=f"{found.name}, {found.format} {found.weights}, {found.threads} threads",
     )  # fmt: skip
     for length in found.lengths:
-        speeds.add_row(*_row(length, found.bare_bytes))
+        speeds.add_row(*_row(length, found))
     facts = Table("", "", title="The whole run", show_header=False)
     rows = {
         "load": f"{found.load_seconds:.3f} s",
@@ -82,9 +82,13 @@ def tables(found: Bench) -> tuple[Table, Table]:
     return speeds, facts
 
 
-def _row(length: Length, bare: int) -> tuple[str, ...]:
+def _row(length: Length, found: Bench) -> tuple[str, ...]:
     decode, reached = ("", "") if length.decode is None else (
         f"{length.decode:.1f}", f"{length.decode / length.limit:.0%}"
     )  # fmt: skip
     cells = (f"{length.prefill:.0f}", decode, mb(length.live_bytes), f"{length.limit:.0f}", reached)
-    return (str(length.tokens), *cells, mb(length.peak_bytes - bare))
+    memory = [mb(length.peak_bytes - found.bare_bytes), "", ""]
+    if length.resident is not None and found.bare is not None:
+        memory[1] = mb(length.resident.anonymous - found.bare.anonymous)
+        memory[2] = mb(length.resident.file - found.bare.file)
+    return (str(length.tokens), *cells, *memory)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from exporter.bundle import read_bundle
 from exporter.errors import RuntimeLimitError
-from exporter.spec import Manifest
+from exporter.spec import Manifest, program_for
 from runtime_ref.programs import Program, choose, load_program
 from runtime_ref.state import State
 
@@ -140,7 +140,7 @@ class Session:
                 piece = ids[start : start + chunk]
                 seq_len = self.length + len(piece)
                 logits = self.program.run(
-                    "main" if len(piece) == 1 else "prefill",
+                    program_for(len(piece)).name,
                     torch.tensor([piece], dtype=torch.int64),
                     self._positions[:seq_len].unsqueeze(0),
                     self.state.tensors,

@@ -29,8 +29,8 @@ class StateFileError(UserError):
 
 def fingerprint(manifest: Manifest) -> str:
     """SHA-256 over everything that makes a state meaningless elsewhere: model, states, weights, quantisation."""
-    identity = manifest.model_dump(mode="json", include={"model", "quantization"})
-    identity["program"] = manifest.program.model_dump(mode="json", include={"format", "weights", "states"})
+    identity = manifest.model_dump(mode="json", include={"model"})
+    identity["program"] = manifest.program.model_dump(mode="json", include={"format", "options", "states"})
     identity["weights"] = manifest.source.files
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 

@@ -13,13 +13,14 @@ import torch
 pytest.importorskip("coreai_torch")  # whoever imports this is skipped where there is no such package
 
 from exporter.backends import Built
-from exporter.backends.coreai import build
+from exporter.backends.coreai.build import build
+from exporter.backends.coreai.options import CoreAIOptions
+from exporter.backends.coreai.runtime import AimodelProgram
 from exporter.cache.plain import PlainKernels
 from exporter.model.decoder import Decoder
 from exporter.programs import Limits
 from exporter.progress import Detail
-from exporter.spec import CachePolicy, CoreAIOptions, ModelSpec, StateSpec, state_specs
-from runtime_ref.programs.aimodel import AimodelProgram
+from exporter.spec import CachePolicy, ModelSpec, StateSpec, state_specs
 
 CONTEXT, CHUNK = 64, 24
 LIMITS = Limits(max_context_length=CONTEXT, max_prefill_chunk=CHUNK)

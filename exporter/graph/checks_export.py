@@ -37,14 +37,21 @@ def check_exported(program: ExportedProgram, contract: ProgramContract) -> list[
     """
     flow = flow_of(program, contract.input_names)
     trace = Trace(flow)
-    return [
-        *check_flow(flow, trace, contract),
-        write_index_is_definition(program, flow, contract),
-        writes_land_on_their_rows(program, flow, trace, contract),
-        finite_constants(program, flow, contract),
-        dynamic_ranges(program, flow, trace, contract),
-        last_token_logits_only(program, contract),
-    ]
+    return as_traced(
+        [
+            *check_flow(flow, trace, contract),
+            write_index_is_definition(program, flow, contract),
+            writes_land_on_their_rows(program, flow, trace, contract),
+            finite_constants(program, flow, contract),
+            dynamic_ranges(program, flow, trace, contract),
+            last_token_logits_only(program, contract),
+        ]
+    )
+
+
+def as_traced(results: list[CheckResult]) -> list[CheckResult]:
+    """Checks that were made on a traced program, not on a file."""
+    return [result.model_copy(update={"form": "traced"}) for result in results]
 
 
 def write_index_is_definition(program: ExportedProgram, flow: Flow, contract: ProgramContract) -> CheckResult:

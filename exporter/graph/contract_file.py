@@ -13,18 +13,17 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator, model_validator
 
+from exporter.backends import traits
 from exporter.config import read_yaml_model
 from exporter.errors import ConfigError
 from exporter.graph.contract import (
-    COREML_CHECKS,
-    EXPORTED_CHECKS,
-    FILE_CHECKS,
     FileLimits,
     ProgramContract,
     delegated_floor,
+    known_checks,
 )
 from exporter.kinds import KINDS, Rows, StateForm, kind_of, one_of
-from exporter.spec import LAYOUTS, STATE_DTYPES, CheckResult, DType, Format, StateSpec, laid_out
+from exporter.spec import CheckResult, DType, StateSpec, laid_out
 
 Count = Annotated[StrictInt, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -82,12 +81,12 @@ class ProgramForm(_Part):
     vocab_size: Count
     layers: tuple[LayerForm, ...] = Field(min_length=1)
 
-    def states(self, format: Format = "executorch") -> tuple[StateSpec, ...]:
+    def states(self, format: str) -> tuple[StateSpec, ...]:
         """The states in the order of a program's inputs, named and laid out as the exporter does for `format`."""
         forms = [form for form in self.layers for _ in range(form.count)]
-        dtype = STATE_DTYPES.get(format, "float32")
+        dtype = traits(format).state_dtype or "float32"
         own = [form.states(layer, self.max_context_length, dtype) for layer, form in enumerate(forms)]
-        return laid_out([state for states in own for state in states], LAYOUTS[format])
+        return laid_out([state for states in own for state in states], traits(format).layout)
 
 
 LIMIT_CHECKS = {
@@ -124,7 +123,7 @@ class ContractFile(_Part):
     @field_validator("checks")
     @classmethod
     def _checks_exist(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        known = sorted({*EXPORTED_CHECKS, *FILE_CHECKS, *COREML_CHECKS})
+        known = sorted(known_checks())
         unknown = [name for name in value or () if name not in known]
         if unknown:
             raise ValueError(f"some of {', '.join(known)}, not {', '.join(unknown)}")

@@ -56,8 +56,7 @@ def calibration_ids(tokenizer: Path, spec: TokenizerSpec, context: int) -> torch
     """
     encoder = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
     ids = encoder.encode(calibration_text(), add_special_tokens=False).ids
-    bos = [spec.bos_token_id] if spec.add_bos and spec.bos_token_id is not None else []
-    return torch.tensor([(bos + ids)[: min(TOKENS, context)]])
+    return torch.tensor([spec.with_bos(ids)[: min(TOKENS, context)]])
 
 
 @dataclass

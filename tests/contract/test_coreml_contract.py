@@ -13,11 +13,11 @@ import pytest
 from coreml_programs import built, contracts_of
 from tiny_models import one_thread  # noqa: F401
 
-from exporter.backends.coreml import check_file, read_file
+from exporter.backends import traits
 from exporter.backends.coreml.checks import check_package
-from exporter.backends.coreml.package import DATA, Package
+from exporter.backends.coreml.file import DATA, Package, read_file
 from exporter.errors import BundleError, GraphContractError
-from exporter.graph.contract import COREML_CHECKS, ProgramContract
+from exporter.graph.contract import ProgramContract
 
 NAME = "short convolution"  # a convolution, a ring, a convolution, a global layer
 PREFILL, MAIN = "prefill", "main"
@@ -184,9 +184,9 @@ MUTANTS: list[tuple[Mutant, str, set[str]]] = [
 def test_a_built_package_holds_its_contract() -> None:
     _, result, path = built(NAME)
     package, contracts = package_and_contracts()
-    checks = check_file(read_file(path), contracts)
+    checks = check_package(read_file(path), contracts)
     assert [check.name for check in checks if not check.passed] == [] and tuple(checks) == result.checks
-    assert {check.name for check in checks} == set(COREML_CHECKS)
+    assert {check.name for check in checks} == set(traits("coreml").checks)
     assert failed(package, contracts) == set()
 
 
@@ -257,7 +257,7 @@ def test_other_functions_and_damaged_packages_are_refused(tmp_path: Path) -> Non
     weights = tmp_path / "cut.mlpackage" / DATA / "weights" / "weight.bin"
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(BundleError, match="got 1000 bytes of weights"):
-        check_file(read_file(tmp_path / "cut.mlpackage"), contracts)
+        check_package(read_file(tmp_path / "cut.mlpackage"), contracts)
 
 
 @pytest.mark.parametrize(
@@ -284,9 +284,9 @@ def test_every_check_stands_in_the_docs_with_its_mutants() -> None:
         if line.startswith("| `")
     ]
     documented = {row[0].strip("`"): re.findall(r"`(\w+)`", row[2]) for row in rows if len(row) == 3}
-    assert set(COREML_CHECKS) <= documented.keys()
+    assert set(traits("coreml").checks) <= documented.keys()
     faults = {(name, mutant.__name__) for mutant, _, names in MUTANTS for name in names}
-    for name in COREML_CHECKS:
+    for name in traits("coreml").checks:
         for mutant in documented[name]:
             assert (name, mutant) in faults or mutant in globals(), (name, mutant)
         assert documented[name], name

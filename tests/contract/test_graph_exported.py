@@ -10,15 +10,16 @@ from programs_for_checks import CONTRACTS, STATES, trace
 from torch.export import Dim, export
 
 from exporter import programs
+from exporter.backends.executorch.assertion import assert_graph_contract
 from exporter.errors import GraphContractError
-from exporter.graph import ProgramContract, Provenance, assert_graph_contract, check_exported, refuse_failed
+from exporter.graph import ProgramContract, Provenance, check_exported, refuse_failed
 from exporter.graph.checks_flow import access_order
-from exporter.graph.contract import EXPORTED_CHECKS
 from exporter.graph.flow import Flow, Step, Value
 from exporter.graph.fx_flow import flow_of
 from exporter.graph.index_proof import Lengths, expected_rows, played_lengths, sample_lengths
 from exporter.graph.provenance import Trace
-from exporter.spec import KINDS, MethodSpec, StateSpec, TensorSpec
+from exporter.spec import KINDS, PREFILL, MethodSpec, StateSpec, TensorSpec
+from exporter.spec.checks import TRACED_CHECKS
 
 MUTANTS = [
     ("prefill", "data_index", True, "ring_write_index_from_shapes"),
@@ -62,7 +63,7 @@ CHECKS = {
 def test_a_good_program_passes_every_check(method: str, custom: bool) -> None:
     results = check_exported(trace(method, custom=custom), CONTRACTS[method])
     order = "ring_writes_before_read" if method == "main" else "ring_reads_before_write"
-    assert {r.name for r in results} == CHECKS | {order} <= set(EXPORTED_CHECKS)
+    assert {r.name for r in results} == CHECKS | {order} <= set(TRACED_CHECKS)
     assert [r for r in results if not r.passed] == []
     assert all(r.evidence and r.program == method for r in results)
     refuse_failed(results)
@@ -104,13 +105,13 @@ def test_tracing_a_graph_instead_of_a_decoder_is_refused_with_the_reason(as_modu
     program = trace("main")
     graph: Any = program.module() if as_module else program
     with pytest.raises(GraphContractError, match="write rings first") as caught:
-        programs.trace(graph, "prefill", programs.Limits(max_context_length=64, max_prefill_chunk=24))
+        programs.trace(graph, PREFILL, programs.Limits(max_context_length=64, max_prefill_chunk=24))
     assert (caught.value.owner, caught.value.expected) == ("trace", "a Decoder")
 
 
 def test_one_call_holds_an_exported_program_to_its_contract() -> None:
     results = assert_graph_contract(trace("main"), CONTRACTS["main"])
-    assert {r.name for r in results} <= set(EXPORTED_CHECKS) and all(r.passed for r in results)
+    assert {r.name for r in results} <= set(TRACED_CHECKS) and all(r.passed for r in results)
     with pytest.raises(GraphContractError, match="main: finite_constants failed") as caught:
         assert_graph_contract(trace("main", "infinite_weight", "item_on_data"), CONTRACTS["main"])
     assert "no_scalar_read_from_data failed" in caught.value.got  # every failure is listed
@@ -158,6 +159,8 @@ def test_a_convolution_reads_its_state_before_it_is_replaced(read_first: bool) -
         dtype="float32",
     )  # fmt: skip
     interface = MethodSpec(
+        write_first=True,
+        logits="last",
         inputs=tuple(TensorSpec(name=n, shape=(1, 1), dtype="float32") for n in ("ids", "positions", state.name)),
         outputs=(TensorSpec(name="logits", shape=(1, 7), dtype="float32"),),
         dims={},

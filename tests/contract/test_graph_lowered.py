@@ -8,21 +8,15 @@ from typing import Any
 import pytest
 from programs_for_checks import CONTRACTS, MAX_CHUNK, STATES, lower, trace
 
+from exporter.backends import traits
+from exporter.backends.executorch.assertion import assert_graph_contract
+from exporter.backends.executorch.checks import check_lowered, runtime_registry
+from exporter.backends.executorch.file import Blob, PteFile, read_pte
+from exporter.backends.executorch.flow import flow_of_plan
+from exporter.backends.executorch.stored import stored_weights
 from exporter.errors import GraphContractError
-from exporter.graph import (
-    FileLimits,
-    ProgramContract,
-    PteFile,
-    assert_graph_contract,
-    check_lowered,
-    read_pte,
-    runtime_registry,
-    stored_weights,
-)
-from exporter.graph.contract import FILE_CHECKS
+from exporter.graph import FileLimits, ProgramContract
 from exporter.graph.provenance import Trace
-from exporter.graph.pte_flow import flow_of_plan
-from exporter.graph.pte_plan import Blob
 from exporter.spec import CheckResult
 
 CHECKS = {
@@ -74,7 +68,7 @@ def test_a_good_file_passes_every_check(good: bytes, registry: frozenset[str]) -
     for method, order in (("prefill", "ring_reads_before_write"), ("main", "ring_writes_before_read")):
         assert set(by_name(results, method)) == CHECKS | {order}
     assert set(by_name(results, "main+prefill")) == {"weights_stored_once", "file_bytes"}
-    assert {r.name for r in results} == set(FILE_CHECKS)
+    assert {r.name for r in results} == set(traits("executorch").checks)
     assert assert_graph_contract(good, *CONTRACTS.values()) == results  # the installed runtime's kernels
 
 

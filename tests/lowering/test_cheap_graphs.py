@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 import operator
 import random
 from pathlib import Path
@@ -16,10 +15,12 @@ from tiny_models import GLOBAL, SLIDING, decoder_of, model
 from torch.fx import Graph, GraphModule, Node, symbolic_trace
 from torch.fx.passes.tools_common import legalize_graph
 
-from exporter.backends.executorch import graphs, lower
-from exporter.programs import METHODS, Limits, trace
+from exporter.backends.executorch import graphs
+from exporter.backends.executorch import lower as lowering
+from exporter.backends.executorch.lower import lower
+from exporter.programs import Limits, trace
 from exporter.quantization import quantize
-from exporter.spec import QuantizationSpec
+from exporter.spec import PROGRAMS, QuantizationSpec
 
 LIMITS = Limits(max_context_length=64, max_prefill_chunk=32)
 
@@ -113,12 +114,10 @@ def test_cheap_graphs_change_no_byte(linear: Any, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(graphs, "sort_in_place", counted)
 
     def data() -> bytes:
-        lower({method: trace(decoder, method, LIMITS) for method in METHODS}, tmp_path / "model.pte")
+        lower({name: trace(decoder, kind, LIMITS) for name, kind in PROGRAMS.items()}, tmp_path / "model.pte")
         return (tmp_path / "model.pte").read_bytes()
 
     cheap, count = data(), len(sorted_in_place)
     assert count > 4, "a call for every delegate"
-    monkeypatch.setattr(
-        importlib.import_module("exporter.backends.executorch.lower"), "graphs_kept_cheap", contextlib.nullcontext
-    )
+    monkeypatch.setattr(lowering, "graphs_kept_cheap", contextlib.nullcontext)
     assert data() == cheap and len(sorted_in_place) == count

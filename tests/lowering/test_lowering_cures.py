@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,11 @@ from executorch.exir.backend.canonical_partitioners import group_partitioner
 from tiny_models import GLOBAL, SLIDING, decoder_of, model, states_of
 from torch.export import Dim, export
 
-from exporter.backends.executorch import frugal, lower, partition
+from exporter.backends.executorch import frugal, partition
+from exporter.backends.executorch import lower as lowering
+from exporter.backends.executorch.file import read_pte
 from exporter.backends.executorch.inputs import quantized_inputs_shared
+from exporter.backends.executorch.lower import lower
 from exporter.backends.executorch.means import means_as_products
 from exporter.backends.executorch.passes import (
     LARGEST_CONCATENATION,
@@ -27,11 +29,10 @@ from exporter.backends.executorch.passes import (
     WholeOperators,
     is_needed,
 )
-from exporter.graph import read_pte
-from exporter.programs import METHODS, Limits, trace
+from exporter.backends.executorch.runtime import PteProgram
+from exporter.programs import Limits, trace
 from exporter.quantization import quantize
-from exporter.spec import QuantizationSpec
-from runtime_ref.programs.pte import PteProgram
+from exporter.spec import PROGRAMS, QuantizationSpec
 
 LIMITS = Limits(max_context_length=64, max_prefill_chunk=32)
 
@@ -80,14 +81,13 @@ def test_a_number_added_to_a_mean_is_the_products_bias() -> None:
 def test_linears_of_one_input_round_it_once_to_the_same_bits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     decoder = decoder_of(model(SLIDING, GLOBAL), kernels="executorch", context=64)
     quantize(decoder, QuantizationSpec(linear="int8"))
-    module = importlib.import_module("exporter.backends.executorch.lower")
     delegates, results = [], []
     for name, context in (("shared", quantized_inputs_shared), ("each", contextlib.nullcontext)):
-        monkeypatch.setattr(module, "quantized_inputs_shared", context)
+        monkeypatch.setattr(lowering, "quantized_inputs_shared", context)
         path = tmp_path / f"{name}.pte"
-        lower({method: trace(decoder, method, LIMITS) for method in METHODS}, path)
+        lower({name: trace(decoder, kind, LIMITS) for name, kind in PROGRAMS.items()}, path)
         plans = read_pte(path.read_bytes()).plans
-        delegates.append({method: [d.nodes or 0 for d in plans[method].delegates] for method in METHODS})
+        delegates.append({method: [d.nodes or 0 for d in plans[method].delegates] for method in PROGRAMS})
         states = states_of(decoder, rows=64)
         program, ids = PteProgram(path), torch.arange(12)[None]
         logits = [
@@ -106,7 +106,7 @@ def test_linears_of_one_input_round_it_once_to_the_same_bits(monkeypatch: pytest
 
 def test_no_mean_is_left_to_cut_the_file(tmp_path: Path) -> None:
     decoder = decoder_of(model(*[SLIDING] * 3, GLOBAL), kernels="executorch", context=64)
-    lower({method: trace(decoder, method, LIMITS) for method in METHODS}, tmp_path / "model.pte")
+    lower({name: trace(decoder, kind, LIMITS) for name, kind in PROGRAMS.items()}, tmp_path / "model.pte")
     for plan in read_pte((tmp_path / "model.pte").read_bytes()).plans.values():
         assert "aten::mean.out" not in plan.operators_called()
 
@@ -122,7 +122,7 @@ def test_leaving_passes_out_changes_no_byte(
     quantize(decoder, QuantizationSpec(linear=linear))
 
     def data() -> bytes:
-        lower({method: trace(decoder, method, LIMITS) for method in METHODS}, tmp_path / "model.pte")
+        lower({name: trace(decoder, kind, LIMITS) for name, kind in PROGRAMS.items()}, tmp_path / "model.pte")
         return (tmp_path / "model.pte").read_bytes()
 
     ran: list[int] = []
@@ -135,9 +135,8 @@ def test_leaving_passes_out_changes_no_byte(
     monkeypatch.setattr(NeededPasses, "transform", counted)
     few = data()
     assert ran and max(ran) < 8  # of 17
-    module = importlib.import_module("exporter.backends.executorch.lower")
-    monkeypatch.setattr(module, "needed_passes_only", contextlib.nullcontext)
-    monkeypatch.setattr(module, "WholeOperators", XnnpackPartitioner)
+    monkeypatch.setattr(lowering, "needed_passes_only", contextlib.nullcontext)
+    monkeypatch.setattr(lowering, "WholeOperators", XnnpackPartitioner)
     assert data() == few
 
 
@@ -148,7 +147,7 @@ def test_sharing_weights_changes_no_byte(linear: Any, monkeypatch: pytest.Monkey
     quantize(decoder, QuantizationSpec(linear=linear))
 
     def data() -> bytes:
-        lower({method: trace(decoder, method, LIMITS) for method in METHODS}, tmp_path / "model.pte")
+        lower({name: trace(decoder, kind, LIMITS) for name, kind in PROGRAMS.items()}, tmp_path / "model.pte")
         return (tmp_path / "model.pte").read_bytes()
 
     monkeypatch.setattr(frugal, "MIN_BYTES", 256)
@@ -200,7 +199,7 @@ def test_bits_say_what_the_sets_said(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         return answer
 
     monkeypatch.setattr(partition.Partitioner, "_can_merge_partitions", both)
-    lower({method: trace(decoder, method, LIMITS) for method in METHODS}, tmp_path / "model.pte")
+    lower({name: trace(decoder, kind, LIMITS) for name, kind in PROGRAMS.items()}, tmp_path / "model.pte")
     assert {(True, True), (False, False)} == set(answers)
     assert utils.is_same_node.cache_info().currsize == 0, "a cache keeps the graphs"
 

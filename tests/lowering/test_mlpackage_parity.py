@@ -15,13 +15,14 @@ import torch
 from oracle import oracle_logits
 from tiny_models import SPECS, call, one_thread, randomize, states_of, token_ids  # noqa: F401  (a fixture)
 
-from exporter.backends import coreml
+from exporter.backends.coreml import build as coreml_build
+from exporter.backends.coreml.options import CoreMLOptions
+from exporter.backends.coreml.runtime import MLPackageProgram
 from exporter.cache.plain import PlainKernels
 from exporter.errors import RuntimeLimitError
 from exporter.model.decoder import Decoder
 from exporter.programs import Limits
-from exporter.spec import CachePolicy, CoreMLOptions, state_specs
-from runtime_ref.programs.mlpackage.program import MLPackageProgram
+from exporter.spec import CachePolicy, state_specs
 
 if importlib.util.find_spec("coremltools") is None:
     pytest.skip("coremltools is not installed", allow_module_level=True)
@@ -41,7 +42,7 @@ def build(name: str, weights: Weights, folder: Path) -> tuple[Decoder, MLPackage
     states = state_specs(spec, CachePolicy(), CONTEXT, "static", "float16")
     decoder = randomize(Decoder(spec, states, PlainKernels()))
     limits = Limits(max_context_length=CONTEXT, max_prefill_chunk=CHUNK)
-    built = coreml.build(decoder, limits, CoreMLOptions(weights=weights), folder, silent)
+    built = coreml_build.build(decoder, limits, CoreMLOptions(weights=weights), folder, silent)
     return decoder, MLPackageProgram(folder / built.program.file, built.program)
 
 

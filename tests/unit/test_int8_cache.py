@@ -29,10 +29,10 @@ from toy import toy_manifest
 
 from exporter import runs, verify
 from exporter.cache.storage import quantize_rows
-from exporter.config import CheckpointConfig, ExportConfig
+from exporter.config import CONFIG, CheckpointConfig
 from exporter.errors import BundleError, VerificationError
 from exporter.plan import growths, model_states
-from exporter.spec import CachePolicy, Comparison, ModelSpec, QuantizationSpec, state_specs
+from exporter.spec import CachePolicy, Comparison, ModelSpec, state_specs
 from runtime_ref.session import Session
 
 CONTEXT = 192
@@ -202,14 +202,14 @@ def test_a_manifest_over_float_caches_is_the_same_model(dtypes: tuple[CacheDType
     assert floats.states == session_of(dtype="float32").manifest.states and floats.cache.ring_slack == 3
     assert floats.with_float_caches() == floats
     assert manifest.is_quantized and not floats.is_quantized
-    weights = floats.model_copy(update={"quantization": QuantizationSpec(linear="int8")})
-    assert weights.is_quantized
+    rounded = floats.program.model_copy(update={"rounded": True})
+    assert floats.model_copy(update={"programs": (rounded,)}).is_quantized
 
 
 def test_a_program_over_an_int8_cache_is_judged_by_its_distribution() -> None:
     manifest = session_of().manifest
     far = Comparison(
-        reference=verify.EAGER, positions=1, max_abs_difference=9.0, mean_abs_difference=1.0,
+        format="executorch", reference=verify.EAGER, positions=1, max_abs_difference=9.0, mean_abs_difference=1.0,
         mean_kl_divergence=1.0, argmax_agreement=0.5,
     )  # fmt: skip
     near = far.model_copy(update={"reference": verify.FLOAT, "mean_kl_divergence": 0.03})
@@ -223,10 +223,10 @@ def test_a_program_over_an_int8_cache_is_judged_by_its_distribution() -> None:
 def test_a_bundle_is_not_compared_with_another_kind_of_cache() -> None:
     manifest = session_of().manifest
     checkpoint = CheckpointConfig(path=Path("toy"))
-    same = ExportConfig(name="toy", checkpoint=checkpoint, cache=CachePolicy(dtype="int8"))
+    same = CONFIG(name="toy", checkpoint=checkpoint, cache=CachePolicy(dtype="int8"))
     verify.check_same_source(manifest, manifest.source, same)
     with pytest.raises(BundleError, match=r"cache.dtype float32 in the config; expected int8"):
-        verify.check_same_source(manifest, manifest.source, ExportConfig(name="toy", checkpoint=checkpoint))
+        verify.check_same_source(manifest, manifest.source, CONFIG(name="toy", checkpoint=checkpoint))
     mixed = same.model_copy(update={"cache": CachePolicy(dtype="float16", global_dtype="int8")})
     with pytest.raises(BundleError, match=r"cache.dtype float16 \(global layers int8\) in the config; expected int8"):
         verify.check_same_source(manifest, manifest.source, mixed)

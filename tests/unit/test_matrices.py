@@ -5,16 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from exporter.quantization.matrices import Storage, grids_of, store
 from tiny_models import CONV, GLOBAL, MOE, SLIDING, decoder_of, model
 
+from exporter.backends.coreai.options import CoreAIOptions
+from exporter.backends.coreml.options import CoreMLOptions
 from exporter.errors import ConfigError
 from exporter.quantization import grids
-from exporter.quantization.matrices import Storage, grids_of, store
-from exporter.spec import KEEP_INT8, CoreAIOptions, CoreMLOptions, Format
+from exporter.spec import KEEP_INT8
 
 LINEARS = ("mixer.q_proj", "mixer.k_proj", "mixer.v_proj", "mixer.o_proj",
            "feed_forward.gate_proj", "feed_forward.up_proj", "feed_forward.down_proj")  # fmt: skip
-FOUR_BITS: list[tuple[Format, str, str]] = [
+FOUR_BITS: list[tuple[str, str, str]] = [
     ("coreml", "int4", "int4"), ("coreml", "palettized4", "palettized4"), ("coreai", "int4", "int4_shifted"),
 ]  # fmt: skip
 
@@ -24,7 +26,7 @@ def matrix(rows: int = 48, columns: int = 64, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("format", "weights", "grid"), FOUR_BITS)
-def test_sensitive_matrices_keep_eight_bits_by_default(format: Format, weights: str, grid: str) -> None:
+def test_sensitive_matrices_keep_eight_bits_by_default(format: str, weights: str, grid: str) -> None:
     decoder = decoder_of(model(SLIDING, GLOBAL))
     found = grids_of(decoder, Storage(format, weights, KEEP_INT8[weights]))
     eight = {"embed_tokens.weight", "lm_head.weight"}
@@ -36,7 +38,7 @@ def test_sensitive_matrices_keep_eight_bits_by_default(format: Format, weights: 
 
 
 @pytest.mark.parametrize(("format", "weights", "grid"), FOUR_BITS)
-def test_the_matrices_of_eight_bits_are_the_callers_choice(format: Format, weights: str, grid: str) -> None:
+def test_the_matrices_of_eight_bits_are_the_callers_choice(format: str, weights: str, grid: str) -> None:
     decoder = decoder_of(model(SLIDING, GLOBAL))
     assert set(grids_of(decoder, Storage(format, weights, ())).values()) == {grid}
     found = grids_of(decoder, Storage(format, weights, ("layers.1.mixer",)))

@@ -6,15 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from exporter.quantization.matrices import Storage, grids_of, store
 from tiny_models import GLOBAL, SLIDING, decoder_of, model
 from toy import toy_manifest
 
 from exporter import verify
-from exporter.config import CheckpointConfig, ExportConfig
+from exporter.backends import traits
+from exporter.backends.coreml.options import CoreMLOptions
+from exporter.config import CONFIG, CheckpointConfig
 from exporter.errors import BundleError, VerificationError
-from exporter.quantization.matrices import Storage, grids_of, store
 from exporter.quantization.rounding import round_weights
-from exporter.spec import Comparison, CoreMLOptions, Format, Manifest
+from exporter.spec import Comparison, Manifest
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -33,13 +35,19 @@ def test_every_matrix_is_rounded_once_and_a_tied_one_stays_tied(storage: Storage
         assert torch.equal(parameter, want), name
 
 
-def of_format(format: Format, weights: str) -> Manifest:
+def of_format(format: str, weights: str) -> Manifest:
     manifest = toy_manifest()
-    program = manifest.program.model_copy(update={"format": format, "weights": weights})
+    options = traits(format).options(weights=weights)
+    program = manifest.program.model_copy(
+        update={
+            "format": format, "options": options.model_dump(mode="json"), "weights": options.described,
+            "rounded": options.rounds,
+        }
+    )  # fmt: skip
     return manifest.model_copy(update={"programs": (program,)})
 
 
-def comparison(reference: str, divergence: float, format: Format = "coreml") -> Comparison:
+def comparison(reference: str, divergence: float, format: str = "coreml") -> Comparison:
     return Comparison(
         format=format, reference=reference, positions=9, max_abs_difference=1.0, mean_abs_difference=0.1,
         mean_kl_divergence=divergence, argmax_agreement=1.0,
@@ -64,17 +72,13 @@ def test_a_float32_program_is_held_to_the_logits_themselves() -> None:
 
 def test_a_config_that_keeps_other_matrices_is_not_the_bundles(tmp_path: Path) -> None:
     manifest = of_format("coreml", "int4")
-    kept = manifest.program.model_copy(update={"keep_int8": ("v_proj",)})
+    options = CoreMLOptions(weights="int4", keep_int8=("v_proj",))
+    kept = manifest.program.model_copy(update={"options": options.model_dump(mode="json")})
     manifest = manifest.model_copy(update={"programs": (kept,)})
-    config = ExportConfig(
-        name="toy",
-        checkpoint=CheckpointConfig(path=tmp_path),
-        quantization=manifest.quantization,
-        coreml=CoreMLOptions(weights="int4", keep_int8=("v_proj",)),
-    )
+    config = CONFIG.model_validate({"name": "toy", "checkpoint": CheckpointConfig(path=tmp_path), "coreml": options})
     verify.check_same_source(manifest, manifest.source, config)
     other = config.model_copy(update={"coreml": CoreMLOptions(weights="int4")})
-    with pytest.raises(BundleError, match=r"got coreml\.keep_int8 \('embed_tokens', .* expected \('v_proj',\)"):
+    with pytest.raises(BundleError, match=r"got coreml\.keep_int8 \['embed_tokens', .* expected \['v_proj'\]"):
         verify.check_same_source(manifest, manifest.source, other)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from exporter.errors import BundleError
-from exporter.graph.weights import SMALL, orderless_digest
+from exporter.graph.repeats import SMALL, orderless_digest
 
 MAGIC = b"ML\xefR"
 _RESOURCES, _RESOURCE_SIZES = 5, 6

@@ -11,20 +11,28 @@ from dataclasses import replace
 import numpy as np
 
 from exporter.backends.coreai.bytecode import StoredBlobs, stored_blobs
+from exporter.backends.coreai.file import BYTECODE, Argument, Asset, Function
 from exporter.backends.coreai.flow import StateFlow, flow_of_function, layer_states
 from exporter.backends.coreai.landing import write_index_is_definition, writes_land_on_their_rows
-from exporter.backends.coreai.program import BYTECODE, Argument, Asset, Function
 from exporter.backends.coreai.ranges import ranges_of
 from exporter.errors import GraphContractError
 from exporter.graph.checks_flow import mutated_inputs_exactly_states, orders, write_indices_from_shapes
 from exporter.graph.contract import ProgramContract
+from exporter.graph.contract_file import ContractFile
 from exporter.graph.provenance import Trace
-from exporter.spec import CheckResult, TensorSpec
+from exporter.spec import CheckResult, ProgramSpec, TensorSpec
 
 ELEMENTS = {"float32": "f32", "int32": "si32", "float16": "f16"}
 
 
-def check_file(file: Asset, contracts: Sequence[ProgramContract]) -> list[CheckResult]:
+def check_file(
+    file: Asset, contracts: Sequence[ProgramContract], demands: ContractFile, recorded: ProgramSpec | None
+) -> list[CheckResult]:
+    """See `ChecksModule.check_file`."""
+    return check_asset(file, contracts)
+
+
+def check_asset(file: Asset, contracts: Sequence[ProgramContract]) -> list[CheckResult]:
     """Check an asset against one contract for each method, over the stacked states.
 
     Raises:

@@ -17,24 +17,21 @@ from torch.export import ExportedProgram
 from exporter.backends.coreai.library import library
 from exporter.backends.coreai.weights import ROOT, converter
 from exporter.errors import UnsupportedModelError
-from exporter.programs import Method
-from exporter.quantization.matrices import Grid
-from exporter.spec import MethodSpec
+from exporter.spec import MethodSpec, Recipe
 
 
-def convert(
-    programs: dict[Method, ExportedProgram], interfaces: Mapping[Method, MethodSpec], grids: Mapping[str, Grid]
-) -> Any:
-    """The traced methods as one ``AIProgram``, the matrices of `grids` on their grids; arithmetic stays float32.
-    `programs` is emptied on the way.
+def convert(programs: dict[str, ExportedProgram], interfaces: Mapping[str, MethodSpec], recipe: Recipe) -> Any:
+    """The traced methods as one ``AIProgram``, every parameter in the form that `recipe` gives it; arithmetic stays
+    float32. `programs` is emptied on the way.
 
     Raises:
         MissingPackageError: coreai-torch or, for int4, coreai-opt is not installed.
         UnsupportedModelError: coreai-torch cannot convert an operator of the model.
     """
-    converting = converter(grids)
+    reduced = {name: grid for name in recipe.names if (grid := recipe.grid(name)).codes != "float32"}
+    converting = converter(reduced)
     tensors = next(iter(programs.values())).state_dict
-    matrices = {tensors[f"{ROOT}{name}"].data_ptr() for name in grids}
+    matrices = {tensors[f"{ROOT}{name}"].data_ptr() for name in reduced}
     decompositions = library("coreai_torch").get_decomp_table()
     for method in list(programs):
         program = without_assertions(programs.pop(method).run_decompositions(decompositions))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from exporter.backends.coreai.program import Argument, Asset, Function
+from exporter.backends.coreai.file import Argument, Asset, Function
+from exporter.backends.coreai.traits import TRAITS
 from exporter.describe import FileDescription, FunctionDescription, Row
 
 DTYPES = {
@@ -17,7 +18,8 @@ DTYPES = {
 def describe(file: Asset) -> FileDescription:
     """The functions of an asset, and its weights by precision."""
     return FileDescription(
-        format="coreai",
+        file=file.path.name,
+        format=TRAITS.name,
         functions=tuple(_function(function, file.ranges.get(name, {})) for name, function in file.functions.items()),
         weight_bytes=weight_bytes(file.functions),
         file_bytes=file.file_bytes,

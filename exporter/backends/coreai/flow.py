@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from exporter.backends.coreai.program import Function, Operation
+from exporter.backends.coreai.file import Function, Operation
 from exporter.graph.flow import Flow, Step, Value
 from exporter.spec import StateSpec
 

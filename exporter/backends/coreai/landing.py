@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from exporter.backends.coreai.file import Function
 from exporter.backends.coreai.flow import LayerWrite, StateFlow, carried, layer_name
-from exporter.backends.coreai.program import Function
 from exporter.backends.coreai.values import Values, region
 from exporter.graph.contract import ProgramContract
 from exporter.graph.index_proof import Lengths, NotPlayable, expected_rows, played_lengths, sample_lengths

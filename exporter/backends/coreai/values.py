@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from exporter.backends.coreai.program import Function, Operation
+from exporter.backends.coreai.file import Function, Operation
 from exporter.graph.index_proof import NotPlayable
 
 _BINARY: dict[str, Callable[..., Any]] = {

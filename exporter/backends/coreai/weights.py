@@ -18,8 +18,9 @@ import torch
 
 from exporter.backends.coreai.library import library
 from exporter.errors import UnsupportedModelError
-from exporter.quantization.matrices import Grid, store
+from exporter.grids import store
 from exporter.quantization.modules import pack_nibbles
+from exporter.spec import GridSpec
 
 ROOT = "decoder."
 """Where a traced program has the decoder whose parameters are named."""
@@ -35,8 +36,8 @@ class _Constants(NamedTuple):
     offset2: Any
 
 
-def converter(grids: Mapping[str, Grid]) -> Any:
-    """A ``TorchConverter`` that puts each parameter of the decoder named in `grids` on its grid.
+def converter(kept: Mapping[str, GridSpec]) -> Any:
+    """A ``TorchConverter`` that keeps each parameter of the decoder named in `kept` in that form.
 
     Its ``to_coreai`` raises UnsupportedModelError where a weight is no finite float16. coreai-torch offers no way to
     say how a parameter is to be kept; what is overridden here is where it makes a constant of one.
@@ -52,13 +53,13 @@ def converter(grids: Mapping[str, Grid]) -> Any:
 
         def _handle_placeholder_op(self, node: Any) -> Any:
             name = self.exported_program.graph_signature.inputs_to_parameters.get(node.name, "")
-            grid = grids.get(name.removeprefix(ROOT))
-            if grid is None:
+            own = kept.get(name.removeprefix(ROOT))
+            if own is None:
                 return super()._handle_placeholder_op(node)
             weight = self._parameters_map[node.name]
             key = weight.data_ptr()  # of a tied matrix, and in both functions
             if key not in self.reduced:
-                self.reduced[key] = _constants(weight, grid)
+                self.reduced[key] = _constants(weight, own)
             operands = [operation(value=value).result for value in self.reduced[key]]
             self._values_map[node.name] = shift_scale(*operands)
             return None
@@ -66,17 +67,17 @@ def converter(grids: Mapping[str, Grid]) -> Any:
     return Reducing(mode=base.Mode.RELEASE)
 
 
-def _constants(weight: torch.Tensor, grid: Grid) -> _Constants:
+def _constants(weight: torch.Tensor, kept: GridSpec) -> _Constants:
     """float32 ``[N, K]`` to its operands; scales and offsets are ``[N, g]``."""
-    if grid == "float16":
+    if kept.codes == "float16":
         one = np.ones((1, 1), dtype=np.float32)
         half = _half(weight)
         return _Constants(*map(_attribute, (half, one, np.zeros_like(one, dtype=np.float16), np.zeros_like(one))))
-    stored = store(weight, grid)
-    assert stored.scales is not None, f"{grid} has no scales"
+    stored = store(weight, kept)
+    assert stored.scales is not None, f"{kept.grid} has no scales"
     scales = stored.scales.numpy()
     shifts = torch.zeros(scales.shape, dtype=torch.int8) if stored.zero_points is None else stored.zero_points
-    integers = _attribute if grid == "int8" else _nibbles
+    integers = _attribute if kept.codes == "int8" else _nibbles
     return _Constants(
         integers(stored.codes.numpy()), _attribute(scales), integers(shifts.numpy()), _attribute(np.zeros_like(scales))
     )

@@ -10,18 +10,26 @@ from collections.abc import Sequence
 
 from exporter.backends.coreml.checks_values import exact_index_arithmetic, finite_constants, last_token_logits_only
 from exporter.backends.coreml.checks_writes import write_index_is_definition
-from exporter.backends.coreml.mil_flow import flow_of
-from exporter.backends.coreml.package import Function, Package, Typed
+from exporter.backends.coreml.file import Function, Package, Typed
+from exporter.backends.coreml.flow import flow_of
 from exporter.errors import GraphContractError
 from exporter.graph.checks_flow import mutated_inputs_exactly_states, orders, write_indices_from_shapes
 from exporter.graph.contract import DEFAULT_LIMITS, FileLimits, ProgramContract, summary
+from exporter.graph.contract_file import ContractFile
 from exporter.graph.provenance import Trace
-from exporter.graph.weights import SMALL, orderless_digest
-from exporter.spec import CheckResult
+from exporter.graph.repeats import SMALL, orderless_digest
+from exporter.spec import CheckResult, ProgramSpec
 
 _ROWS = frozenset({"slice_update", "slice_by_index"})
 MOST_READS = 2
 """A state is read once for what it held and, where a method attends after the write, once more for what it holds."""
+
+
+def check_file(
+    file: Package, contracts: Sequence[ProgramContract], demands: ContractFile, recorded: ProgramSpec | None
+) -> list[CheckResult]:
+    """See `ChecksModule.check_file`."""
+    return check_package(file, contracts)
 
 
 def check_package(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from exporter.backends.coreml.package import Function, Package
+from exporter.backends.coreml.file import Function, Package
 from exporter.graph.contract import ProgramContract
 from exporter.spec import CheckResult
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from exporter.backends.coreml.file import Function, Operation, Package
+from exporter.backends.coreml.flow import producers
 from exporter.backends.coreml.lengths import Lengths, NotComputable
-from exporter.backends.coreml.mil_flow import producers
-from exporter.backends.coreml.package import Function, Operation, Package
 from exporter.graph.contract import ProgramContract
 from exporter.graph.index_proof import Lengths as Call
 from exporter.graph.index_proof import sample_lengths

@@ -20,9 +20,11 @@ from coremltools.converters.mil.mil import Program, types
 from torch.export import ExportedProgram
 
 from exporter.backends.coreml import cures
-from exporter.backends.coreml.package import DATA, read_spec
-from exporter.programs import Method
+from exporter.backends.coreml.file import DATA, read_spec
+from exporter.spec import MAIN
 
+FUNCTION = "main"
+"""What the converter calls the function of a program that it made."""
 TARGET = ct.target.iOS18
 """States and multifunction packages begin here."""
 
@@ -63,7 +65,7 @@ def other_types(traced: ExportedProgram, converted: Program) -> list[str]:
     want = {node.name: dtypes.get(str(getattr(node.meta.get("val"), "dtype", None))) for node in traced.graph.nodes}
     return [
         f"{op.op_type} {var.name} is {types.builtin_to_string(var.dtype)}"
-        for op in converted.functions["main"].operations
+        for op in converted.functions[FUNCTION].operations
         for var in op.outputs
         if op.op_type not in {"const", "read_state"}
         and want.get(var.name) is not None
@@ -72,12 +74,12 @@ def other_types(traced: ExportedProgram, converted: Program) -> list[str]:
     ]
 
 
-def merge(functions: Mapping[Method, Program]) -> Program:
+def merge(functions: Mapping[str, Program]) -> Program:
     """One program with a function for each method; constants over the same memory share their bytes in the file."""
     merged = Program()
     for name, program in functions.items():
-        merged.add_function(name, program.functions["main"])
-    merged.default_function_name = "main"
+        merged.add_function(name, program.functions[FUNCTION])
+    merged.default_function_name = MAIN.name
     merged.export_as_multifunction = True
     return merged
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from exporter.backends.coreml.package import Function, Package
+from exporter.backends.coreml.file import Function, Package
+from exporter.backends.coreml.traits import TRAITS
 from exporter.describe import FileDescription, FunctionDescription, Row
 
 _ARRAY_DTYPES = {65568: "float32", 65600: "float64", 65552: "float16", 131104: "int32", 131080: "int8"}
@@ -13,12 +14,13 @@ _ARRAY_DTYPES = {65568: "float32", 65600: "float64", 65552: "float16", 131104: "
 _COMPRESSED = "constexpr_"
 
 
-def describe_package(package: Package) -> FileDescription:
-    """See `SelfDescribing.describe`."""
+def describe(package: Package) -> FileDescription:
+    """See `DescriptionModule.describe`."""
     functions = package.functions()
     descriptions = package.descriptions()
     return FileDescription(
-        format="coreml",
+        file=package.path.name,
+        format=TRAITS.name,
         functions=tuple(_function(functions[name], descriptions[name]) for name in sorted(functions)),
         weight_bytes=weight_bytes(package),
         file_bytes=package.file_bytes,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from exporter.backends.coreml.cache import CoremlKernels
+from exporter.backends.coreml.kernels import CoremlKernels
 from exporter.model.decoder import Decoder
 from exporter.model.norms import RMSNorm
 

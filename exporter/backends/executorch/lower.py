@@ -27,7 +27,6 @@ from exporter.backends.executorch.partition import partitions_by_bits
 from exporter.backends.executorch.passes import WholeOperators, needed_passes_only
 from exporter.backends.executorch.share import share_equal_bytes
 from exporter.machine import release_freed_memory
-from exporter.programs import Method
 
 
 class InPlaceStatePass(ToOutVarPass):
@@ -107,7 +106,7 @@ def _origin(node: Any) -> Any:
 COPIES = (torch.ops.aten.copy.default, torch.ops.aten.copy.out, torch.ops.aten.copy_.default)
 
 
-def _forget_shapes(programs: Mapping[Method, ExportedProgram]) -> None:
+def _forget_shapes(programs: Mapping[str, ExportedProgram]) -> None:
     """Empty torch's caches of shapes, whose keys hold arguments of calls: delegates, with all their weights."""
     FakeTensorMode.cache_clear()
     for program in programs.values():
@@ -122,7 +121,7 @@ def _is_dead_buffer(node: Node) -> bool:
     return node.op == "call_function" and not node.users and is_buffer
 
 
-def lower(programs: Mapping[Method, ExportedProgram], path: Path) -> None:
+def lower(programs: Mapping[str, ExportedProgram], path: Path) -> None:
     """Write to `path` a `.pte` with one method for each program, linear algebra delegated to XNNPACK.
 
     `programs` are changed on the way."""

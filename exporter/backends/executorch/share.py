@@ -17,7 +17,7 @@ from executorch.exir._serialize import _program as pte
 from executorch.exir._serialize._flatbuffer_program import _flatbuffer_to_program, _program_to_flatbuffer
 from executorch.exir._serialize.padding import aligned_size, pad_to
 
-from exporter.graph.pte_plan import HEADER_BYTES, read_pte
+from exporter.backends.executorch.file import HEADER_BYTES, read_pte
 
 SEGMENT_ALIGNMENT = 128
 MIN_BYTES = 4096  # smaller blobs are not worth an unaligned segment
