@@ -20,6 +20,7 @@ from exporter.errors import ConfigError, UserError
 from exporter.machine import on_one_piece_of_stack
 from exporter.quiet import native_stderr_hidden, quieten_libraries
 from exporter.tricks.rare_collections import rare_collections
+from exporter.units import in_unit
 
 app = typer.Typer(
     name="exporter",
@@ -74,7 +75,7 @@ def export(
     bundle = pipeline.export(config, target, Progress(messages))
     output.print(tables.comparisons_table(bundle.manifest.verification))
     total = sum(entry.bytes for entry in bundle.manifest.files.values())
-    output.print(f"{target}: {total / 1e6:.0f} MB, licence of the weights: {bundle.manifest.source.license}")
+    output.print(f"{target}: {in_unit(total, 'MB', 0)}, licence of the weights: {bundle.manifest.source.license}")
 
 
 @app.command()
@@ -94,10 +95,11 @@ def plan(
     """Print what the caches of a model will cost, full and as rings; nothing is exported and no weights are read."""
     from exporter import tables
     from exporter.architecture import read_planned
-    from exporter.plan import check_contexts, growths, parse_contexts, plan_contexts
+    from exporter.lengths import parse_lengths
+    from exporter.plan import check_contexts, growths, plan_contexts
     from exporter.plot import check_plot_path, write_plot
 
-    asked = None if contexts is None else parse_contexts(contexts)
+    asked = None if contexts is None else parse_lengths("--contexts", contexts)
     if plot is not None:
         check_plot_path(plot)
     planned = read_planned(model, parse_overrides(overrides))
