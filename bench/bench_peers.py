@@ -1,14 +1,14 @@
 """Measure our bundles and what a user would pick instead, by turns in one run. Run by ``make bench-peers``.
 
 Every measurement is a process of its own, a peer's in its peer's environment (``make peers`` makes those). Results are
-written after each, so that ``--resume`` goes on where a run was cut off.
+written to docs/results/peers.json after each, so that ``--resume`` goes on where a run was cut off.
 """
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,12 +17,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from measuring import RESULTS, Results
 from peers.catalogue import LENGTHS, LOG_PROBABILITIES, MODELS, PEERS, Peer
 from peers.cost import cost_file
-from peers.report import markdown
 from peers.schedule import Slot, schedule
-
-from exporter.machine import machine
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKERS = ROOT / "bench" / "peers"
@@ -73,8 +71,14 @@ def run_worker(command: list[str], request: dict[str, Any], variables: dict[str,
     try:
         return json.loads(lines[-1]), ""
     except (IndexError, ValueError):
-        said = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-        return None, f"exit code {done.returncode}: {said[-1] if said else 'it said nothing'}"
+        return None, ending(done.returncode, done.stderr or done.stdout)
+
+
+def ending(code: int, output: str) -> str:
+    """How a worker ended without a result: its exit code or signal, and the last line of its output, if any."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return f"{how}: {lines[-1]}" if lines else f"{how}, no output"
 
 
 def command_of(
@@ -149,25 +153,21 @@ def main(
     lengths: Annotated[str, typer.Option(help="Tokens in the cache, with commas; the usual ones if not given.")] = "",
     rounds: int = 3,
     threads: int = 2,
-    out: Path = ROOT / "docs" / "peers.json",
+    out: Path = RESULTS / "peers.json",
     resume: Annotated[bool, typer.Option("--resume", help="Keep the runs that `--out` has.")] = False,
 ) -> None:
-    """Measure, then write the JSON and the page beside it."""
-    results: dict[str, Any] = json.loads(out.read_text()) if resume and out.exists() else {"models": {}}
-    results |= {"date": datetime.date.today().isoformat(), "machine": machine(), "threads": threads}
-
-    def save() -> None:
-        out.write_text(json.dumps(results, indent=1) + "\n")
-        out.with_suffix(".md").write_text(markdown(results))
-
+    """Measure; the JSON is written after each process."""
+    results = Results(out, keep=resume)
+    results.own["threads"] = threads
+    models = results.own.setdefault("models", {})
     for model, own in parse_bundles(bundle).items():
         wanted = [int(part) for part in lengths.split(",")] if lengths else LENGTHS[model]
         bench_model(
             model, own, environments.resolve(), rounds=rounds, threads=threads, lengths=wanted,
-            chosen=peers.split(","), row=results["models"].setdefault(model, {}), save=save,
+            chosen=peers.split(","), row=models.setdefault(model, {}), save=results.save,
         )  # fmt: skip
-    save()
-    print(f"{out} and {out.with_suffix('.md').name}")
+    results.save()
+    print(out)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,16 @@
 """What an export costs by the size of the model: CPU seconds and memory of random models in the shapes of Gemma 3.
 
-``python bench/export_scaling.py`` writes docs/export-scaling.json and the tables of docs/export-scaling.md; about
-20 minutes. Nothing of the weights matters to either cost, so they are random; the tokenizer is Gemma's own.
+``python bench/export_scaling.py`` writes docs/results/export-scaling.json; about 20 minutes. Neither cost depends on
+the values of the weights, so they are random; the tokenizer is Gemma's own.
 """
 
 from __future__ import annotations
 
-import datetime
-import itertools
 import json
 import math
 import os
 import re
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,10 +20,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from measuring import table
+from measuring import RESULTS, Results
 from peers.cost import finish
 
-from exporter.machine import machine
 from exporter.quantization.gptq import stretches
 from exporter.quiet import quieten_libraries
 
@@ -51,7 +47,7 @@ CONFIG = """\
 name: random
 checkpoint: {{path: {path}}}
 max_context_length: 32768
-quantization: {quantization}
+executorch: {{quantization: {quantization}}}
 """
 STEP = re.compile(r"^  (\S.*?)\s+[\d.]+ s   peak ")
 SAMPLE_SECONDS = 0.05
@@ -190,94 +186,15 @@ def followed(hidden: int, inner: int) -> int:
     return 3 * squares(hidden) + 3 * squares(inner)
 
 
-def page(results: dict[str, Any]) -> str:
-    """docs/export-scaling.md."""
-    rows = results["rows"]
-    named = {f"270M, {name} layers" if name.isdigit() else "1B": row for name, row in rows.items()}
-    rest = {name: row["peak_bytes"] - held(*parts(row["shape"])) for name, row in named.items()}
-    most = max(rest.values())
-    costs = [
-        (
-            name, f"{row['weights'] / 1e6:.0f}", f"{row['file_bytes'] / 1e6:.0f}", f"{row['cpu_seconds']:.0f}",
-            f"{row['peak_bytes'] / 1e9:.2f}", f"{held(*parts(row['shape'])) / 1e9:.2f}", f"{rest[name] / 1e9:.2f}",
-        )
-        for name, row in named.items()
-    ]  # fmt: skip
-    lines = []
-    for what, key, unit in (("CPU seconds", "cpu_seconds", 1), ("MB of peak memory", "peak_bytes", 1e6)):
-        points = [(float(name), row[key] / unit) for name, row in rows.items() if name.isdigit()]
-        rise, start = statistics.linear_regression(*zip(*points, strict=True))
-        off = max(abs(y - start - rise * x) for x, y in points)
-        between = [(y - before) / (x - n) for (n, before), (x, y) in itertools.pairwise(points)]
-        lines.append(
-            f"{what}: {rise:.1f} a layer above {start:.0f}, no row further than {off:.1f} from the line; from row to "
-            f"row {', '.join(f'{one:.1f}' for one in between)} a layer."
-        )
-    steps = [
-        (name, one["step"], f"{one['cpu_seconds']:.1f}", *(f"{one.get(key, 0) / 1e9:.2f}" for key in MEMORY))
-        for name, row in named.items()
-        if name in {"270M, 18 layers", "1B"}
-        for one in row["steps"]
-    ]
-    large = []
-    gptq = followed(4096, 14336)
+def large_models() -> list[dict[str, Any]]:
+    """Of the 8B shapes: weights in all, of a table and of a layer, and the bytes held by construction, GPTQ's too."""
+    found = []
     for name, (layers, vocabulary, tables) in LARGE.items():
         layer, one = 4096 * (2 * 4096 + 2 * 8 * 128 + 3 * 14336), vocabulary * 4096
         whole = layers * layer + tables * one
-        bound, before = held(whole, one, layer) + gptq + most, 7 * whole + most
-        large.append((name, *(f"{count / 1e9:.2f}" for count in (whole, one, layer, bound, before))))
-    return f"""# What an export costs by the size of the model
-
-`make scaling` writes this page and [export-scaling.json](export-scaling.json). {results["date"]},
-{results["machine"]}. Shared with other work, so CPU seconds are an upper bound.
-
-Random models in the shapes of Gemma 3, bfloat16 safetensors as real checkpoints are, each exported by a process of its
-own with `quantization: {results["quantization"]}`; CPU seconds and peak memory are the kernel's account of that
-process. Every one passed its graph checks and its verification. The cost does not depend on what the weights are.
-
-## Measured
-
-`held` is what must be in memory by construction (below), `rest` the peak without it.
-
-{table(("model", "weights, M", "file, MB", "CPU s", "peak, GB", "held, GB", "rest, GB"), costs)}
-
-By layers, in the shape of the 270M (hidden 640, least squares over the rows above):
-
-{chr(10).join(f"- {line}" for line in lines)}
-
-By step, CPU seconds and the largest resident set (sampled every {SAMPLE_SECONDS:g} s), of which anonymous memory: the
-rest is pages of files, which the system takes back when it needs them. The first step has the imports too.
-
-{table(("model", "step", "CPU s", "resident, GB", "anonymous, GB"), steps)}
-
-## What is held
-
-With W weights in all, T in a table (embedding or head) and L in a layer, in bytes:
-
-- **read and quantise**: W + 4 T + 4 L at most. A layer is read from the checkpoint, calibrated, quantised and dropped
-  before the next one is read; then the head, then the embedding, which is the same table when they are tied.
-- **lower**: W, and what one delegate's largest weight takes while it is written: delegates share the decoder's memory,
-  and what they serialise goes to disk at once. The graphs come on top, by the number of layers.
-- **run eager**: W + 4 L; **float eager**: 4 T or 4 L. The float model is read again, a layer at a time, and each layer
-  does its part of all calls. The integers of the decoder are gone by then.
-- **verify**: W packed by XNNPACK, and up to W of the file's pages.
-
-So `held` is the larger of W + 4 (T + L) and 2 W. Calibration adds the activations of one layer, 512 tokens at a time,
-and the keys and values of 2,048, and GPTQ moments of a layer's inputs and factors of one of them, at most 8 KB a
-channel each; libraries, tokenizer and graphs are the same whatever the width.
-
-## An 8B model
-
-Not run: the bound is `held` of such shapes (hidden 4096, inner 14336, 8 KV heads of 128), what GPTQ holds then,
-{gptq / 1e9:.2f} GB, and the largest `rest` seen above, {most / 1e9:.2f} GB. Before weights were streamed,
-verification held the float model, the decoder's integers and the loaded program at once, 7 W: the last column.
-
-{table(("shape", "W, G", "T, G", "L, G", "bound, GB", "before, GB"), large)}
-
-What grows with the model and is not in the bound is time: three forward passes over some 3,400 tokens in float32,
-2 W operations each, and GPTQ, whose work grows with W too, take most of the CPU seconds of a large model, and lowering
-grows with the number of layers only.
-"""
+        bound = held(whole, one, layer) + followed(4096, 14336)
+        found.append({"name": name, "weights": whole, "table": one, "layer": layer, "held_bytes": bound})
+    return found
 
 
 def cost(shape: dict[str, int], tokenizer: Path, quantization: str, work: Path) -> dict[str, Any]:
@@ -285,7 +202,8 @@ def cost(shape: dict[str, int], tokenizer: Path, quantization: str, work: Path) 
     folder = work / "model"
     weights = in_fork(write_checkpoint, folder, shape, tokenizer)
     try:
-        return {"shape": shape, "weights": weights, **export(folder, quantization, work / "bundle")}
+        taken = export(folder, quantization, work / "bundle")
+        return {"shape": shape, "weights": weights, "held_bytes": held(*parts(shape)), **taken}
     finally:
         for path in (folder, work / "bundle"):
             shutil.rmtree(path, ignore_errors=True)
@@ -295,26 +213,22 @@ def main(
     models: Annotated[str, typer.Option(help="Layers in the shape of Gemma 3 270M, or 1B.")] = "6,12,18,36,1B",
     quantization: Annotated[str, typer.Option(help="A preset.")] = "accurate",
     work: Annotated[Path | None, typer.Option(help="Where models are put (8 GB are needed); a temporary one.")] = None,
-    out: Annotated[Path, typer.Option(help="The results as JSON.")] = Path("docs/export-scaling.json"),
+    out: Annotated[Path, typer.Option(help="The results as JSON.")] = RESULTS / "export-scaling.json",
 ) -> None:
     small = SHAPES["Gemma 3 270M"]
     asked = {
         name: SHAPES["Gemma 3 1B"] if name == "1B" else small | {"num_hidden_layers": int(name)}
         for name in models.split(",")
     }
-    rows: dict[str, Any] = {}
+    results = Results(out, keep=False)
+    results.own |= {"quantization": quantization, "rows": {}, "large": large_models()}
     with tempfile.TemporaryDirectory(dir=work) as folder:
         tokenizer = Path(folder) / "tokenizer"
         in_fork(write_gemma_tokenizer, tokenizer)
         for name, shape in asked.items():
             print(name, flush=True)
-            rows[name] = cost(shape, tokenizer, quantization, Path(folder))
-            results = {
-                "date": datetime.date.today().isoformat(), "machine": machine(), "quantization": quantization,
-                "rows": rows,
-            }  # fmt: skip
-            out.write_text(json.dumps(results, indent=1) + "\n")
-    out.with_suffix(".md").write_text(page(results))
+            results.own["rows"][name] = cost(shape, tokenizer, quantization, Path(folder))
+            results.save()
 
 
 if __name__ == "__main__":

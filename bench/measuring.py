@@ -1,4 +1,5 @@
-"""What the measuring scripts share: a process for each measurement, so that its peak memory is its own, and tables."""
+"""What the measuring scripts share: a process for each measurement, so that its peak memory is its own, and the JSON
+files of docs/results."""
 
 from __future__ import annotations
 
@@ -13,6 +14,29 @@ from typing import Any
 
 from exporter.machine import machine, peak_memory_bytes
 from exporter.quiet import quieten_libraries
+
+RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
+
+
+class Results:
+    """A JSON file of docs/results: ``{"runs": [...]}``, one run for each machine.
+
+    Attributes:
+        own: the run of this machine, to be filled.
+    """
+
+    def __init__(self, file: Path, *, keep: bool) -> None:
+        """Read `file`, if it is there. The run of this machine begins anew unless `keep`; those of others stay."""
+        self.file = file
+        self._runs = {run["machine"]: run for run in json.loads(file.read_text())["runs"]} if file.exists() else {}
+        self.own: dict[str, Any] = self._runs.get(machine(), {}) if keep else {}
+
+    def save(self) -> None:
+        """Write the file, with this machine and this day."""
+        here = {"machine": machine(), "date": datetime.date.today().isoformat()}
+        self._runs[here["machine"]] = here | self.own | here
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        self.file.write_text(json.dumps({"runs": list(self._runs.values())}, indent=1) + "\n")
 
 
 def cost_of(work: Callable[[], object]) -> dict[str, float]:
@@ -47,12 +71,16 @@ def in_process(work: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str
 
 
 def measure(
-    results: dict[str, Any], name: str, works: Sequence[Callable[..., dict[str, Any]]], arguments: Sequence[Any],
-    bundle: Path, *, out: Path, keep: bool,
+    results: Results, name: str, works: Sequence[Callable[..., dict[str, Any]]], arguments: Sequence[Any], bundle: Path,
+    *, keep: bool,
 ) -> None:  # fmt: skip
-    """Fill row `name` of `results`, each of `works` under its own name, and write `out` after each; `keep` leaves what
-    the row has where `bundle`, their last argument, is there already; without it the row is another bundle's."""
-    row = results["rows"].setdefault(name, {})
+    """Fill row `name` of this machine's run, each of `works` under its own name, and save after each.
+
+    Args:
+        bundle: the last argument of each work.
+        keep: leave what the row has where `bundle` is there already; without it the row is another bundle's.
+    """
+    row = results.own.setdefault("rows", {}).setdefault(name, {})
     if not (keep and bundle.exists()):
         row.clear()
     for work in works:
@@ -60,10 +88,4 @@ def measure(
             continue
         print(f"{name}: {work.__name__}", flush=True)
         row[work.__name__] = in_process(work, *arguments, bundle)
-        results |= {"machine": machine(), "date": datetime.date.today().isoformat()}
-        out.write_text(json.dumps(results, indent=1) + "\n")
-
-
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    body = [f"| {' | '.join(row)} |" for row in (columns, *rows)]
-    return "\n".join([body[0], "|" + "---|" * len(columns), *body[1:]])
+        results.save()

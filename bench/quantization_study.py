@@ -16,13 +16,14 @@ import torch
 import typer
 
 from exporter import pipeline
+from exporter.backends.executorch.options import ExecutorchOptions
 from exporter.cache.plain import PlainKernels
 from exporter.config import load_config
 from exporter.english import english_ids, english_text
-from exporter.model.decoder import Decoder
+from exporter.grids.int8 import int8_per_row
+from exporter.model.decoder import Decoder, parameter_shapes
 from exporter.progress import Progress
-from exporter.quantization import grids, quantize
-from exporter.quantization.bits import weight_bits
+from exporter.quantization import quantize
 from exporter.quantization.calibration import calibration_ids
 from exporter.quiet import quieten_libraries
 from exporter.spec import PRESETS, QuantizationSpec, StateSpec, TokenizerSpec
@@ -40,7 +41,7 @@ VARIANTS: dict[str, QuantizationSpec] = {
     ),
     "balanced, 32,768 rows of the head int8": BALANCED.model_copy(update={"head_int8_rows": 32768}),
     "balanced, no row of the head int8": BALANCED.model_copy(update={"head_int8_rows": 0}),
-    "int8 everywhere, neither smoothed nor by GPTQ": QuantizationSpec(linear="int8", embedding="int8", head="int8"),
+    "int8 everywhere, without scaling and GPTQ": QuantizationSpec(linear="int8", embedding="int8", head="int8"),
     "small, k_proj int4": SMALL.model_copy(update={"keep_int8": ("down_proj", "v_proj")}),
     "small, nearest": SMALL.model_copy(update={"rounding": "nearest"}),
 }
@@ -99,7 +100,7 @@ def round_weights(decoder: Decoder) -> None:
     """Put every linear's weights on the int8 grid and leave activations alone."""
     for name, module in decoder.named_modules():
         if isinstance(module, torch.nn.Linear) and name.startswith("layers."):
-            codes, scales = grids.int8_per_row(module.weight)
+            codes, scales = int8_per_row(module.weight)
             module.weight = torch.nn.Parameter(codes * scales[:, None], requires_grad=False)
 
 
@@ -125,12 +126,14 @@ def main(model: Annotated[Path, typer.Argument(help="The YAML of an export.")]) 
 
     rounded = copy.deepcopy(original)
     round_weights(rounded)
-    row("int8 weights of linears, neither smoothed nor by GPTQ, activations float", rounded, " | ")
+    row("int8 weights of linears, without scaling and GPTQ, activations float", rounded, " | ")
     for name, spec in VARIANTS.items():
         decoder = copy.deepcopy(original)  # smoothing works in place
+        tied = decoder.spec.tie_word_embeddings
+        recipe = ExecutorchOptions(quantization=spec).recipe(parameter_shapes(decoder.spec), tied)
         start = time.process_time()
-        quantize(decoder, spec, calibration)
-        seconds, bits = time.process_time() - start, weight_bits(decoder)
+        quantize(decoder, recipe, calibration)
+        seconds, bits = time.process_time() - start, recipe.weight_bits
         row(name, decoder, f"{bits.read:.2f}, {bits.stored:.2f} | {seconds:.0f}")
 
 

@@ -14,16 +14,16 @@ import torch
 import typer
 
 from exporter import pipeline
+from exporter.backends.coreai.options import CoreAIOptions
+from exporter.backends.coreml.options import CoreMLOptions
 from exporter.cache.plain import PlainKernels
 from exporter.config import load_config
 from exporter.english import english_ids
-from exporter.model.decoder import Decoder
+from exporter.model.decoder import Decoder, parameter_shapes
 from exporter.progress import Progress
-from exporter.quantization.matrices import BLOCK, Storage, grids_of
-from exporter.quantization.palettes import ENTRIES
 from exporter.quantization.rounding import round_weights
 from exporter.quiet import quieten_libraries
-from exporter.spec import KEEP_INT8
+from exporter.spec import SENSITIVE, Recipe, ReducedWeights
 from exporter.tokenizer import write_tokenizer
 
 TOKENS, ROWS = 700, 100
@@ -38,28 +38,24 @@ KEPT: dict[str, tuple[str, ...]] = {
 }
 
 
-def storages() -> list[tuple[str, Storage]]:
-    found = [(f"{format} int8", Storage(format, "int8")) for format in ("coreml", "coreai")]  # type: ignore[arg-type]
-    for format, weights in (("coreml", "int4"), ("coreml", "palettized4"), ("coreai", "int4")):
+def variants() -> list[tuple[str, ReducedWeights]]:
+    found: list[tuple[str, ReducedWeights]] = [
+        ("coreml int8", CoreMLOptions(weights="int8")),
+        ("coreai int8", CoreAIOptions(weights="int8")),
+    ]
+    for format, options, weights in (
+        ("coreml", CoreMLOptions, "int4"), ("coreml", CoreMLOptions, "palettized4"), ("coreai", CoreAIOptions, "int4"),
+    ):  # fmt: skip
         for name, kept in KEPT.items():
-            shown = f"{format} {weights}, int8: {name}" + (" (default)" if kept == KEEP_INT8[weights] else "")
-            found.append((shown, Storage(format, weights, kept)))  # type: ignore[arg-type]
+            shown = f"{format} {weights}, int8: {name}" + (" (default)" if kept == SENSITIVE else "")
+            found.append((shown, options(weights=weights, keep_int8=kept)))
     return found
 
 
-def megabytes(decoder: Decoder, storage: Storage) -> float:
+def megabytes(recipe: Recipe) -> float:
     """What the matrices take in the file: codes, scales, zero points and palettes."""
-    scale, total, parameters = {"coreml": 2, "coreai": 4}[storage.format], 0.0, dict(decoder.named_parameters())
-    for name, grid in grids_of(decoder, storage).items():
-        if name in parameters:  # a tied one is there once
-            rows, columns = parameters[name].shape
-            groups = columns // BLOCK
-            row = {
-                "int8": columns + scale, "int4": columns / 2 + groups * scale,
-                "int4_shifted": columns / 2 + groups * (scale + 0.5), "palettized4": columns / 2 + ENTRIES * scale,
-            }[grid]  # fmt: skip
-            total += rows * row
-    return total / 1e6
+    matrices = (own for own in recipe.kept if not recipe.is_float(own.parameters[0]))
+    return sum(own.bits for own in matrices) / 8e6
 
 
 @torch.no_grad()
@@ -86,7 +82,7 @@ def compared(got: torch.Tensor, want: torch.Tensor, ids: torch.Tensor) -> str:
 
 
 def main(model: Annotated[Path, typer.Argument(help="The YAML of an export.")]) -> None:
-    """Print a row of the tables for every storage."""
+    """Print a row of the tables for every variant."""
     quieten_libraries()
     source = pipeline.open_source(load_config(model))
     with tempfile.TemporaryDirectory() as folder:
@@ -96,11 +92,12 @@ def main(model: Annotated[Path, typer.Argument(help="The YAML of an export.")]) 
     want = logits_of(original, ids)
     print("| weights | MB | mean difference of logits | KL | argmax | NLL |")
     print(f"| float32 | | {compared(want, want, ids)} |", flush=True)
-    for name, storage in storages():
-        decoder = original.with_kernels(PlainKernels())
-        round_weights(decoder, storage)
+    shapes, tied = parameter_shapes(original.spec), original.spec.tie_word_embeddings
+    for name, options in variants():
+        decoder, recipe = original.with_kernels(PlainKernels()), options.recipe(shapes, tied)
+        round_weights(decoder, recipe)
         row = compared(logits_of(decoder, ids), want, ids)
-        print(f"| {name} | {megabytes(decoder, storage):.1f} | {row} |", flush=True)
+        print(f"| {name} | {megabytes(recipe):.1f} | {row} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import os
 import platform
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+
+from exporter.units import in_unit
 
 Result = TypeVar("Result")
 
@@ -27,8 +29,8 @@ def machine() -> str:
     if _PROCESSORS.exists():
         lines = _PROCESSORS.read_text(encoding="utf-8").splitlines()
         cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    return f"{os.cpu_count()} threads of {cpu}, {memory:.0f} GiB, Python {platform.python_version()}"
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return f"{os.cpu_count()} threads of {cpu}, {in_unit(memory, 'GiB', 0)}, Python {platform.python_version()}"
 
 
 def _status_bytes(key: str) -> int | None:
@@ -46,23 +48,6 @@ def release_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-@contextlib.contextmanager
-def collected_seldom() -> Iterator[None]:
-    """Python's searches for circles of references are few inside, and leave out what there was before: libraries and
-    traced graphs are millions of objects that stay, and by itself it goes through all of them again and again."""
-    thresholds = gc.get_threshold()
-    gc.freeze()
-    gc.set_threshold(NEW_OBJECTS, *thresholds[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
-        gc.unfreeze()
-
-
-NEW_OBJECTS = 10_000
 
 
 def on_one_piece_of_stack(call: Callable[[], Result]) -> Result:
@@ -102,6 +87,27 @@ def peak_memory_bytes() -> int:
         return peak
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, KiB elsewhere
     return used if sys.platform == "darwin" else used * 1024
+
+
+@dataclass(frozen=True)
+class ResidentParts:
+    """The resident set of a process in two parts, bytes.
+
+    Attributes:
+        anonymous: memory that no file holds: what the process wrote, shared memory included. The system cannot drop it.
+        file: pages of mapped files, libraries among them, which it can drop and read again.
+    """
+
+    anonymous: int
+    file: int
+
+
+def resident_parts() -> ResidentParts | None:
+    """Of this process now; None on systems that do not tell. (The kernel keeps no peak of either.)"""
+    anonymous, shared, file = (_status_bytes(key) for key in ("RssAnon", "RssShmem", "RssFile"))
+    if anonymous is None or shared is None or file is None:
+        return None
+    return ResidentParts(anonymous + shared, file)
 
 
 def resident_bytes() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,17 +15,17 @@ from exporter.cache.interface import CacheKernels
 from exporter.cache.plain import PlainKernels
 from exporter.checkpoint import Checkpoint, open_checkpoint
 from exporter.config import ExportConfig, resolve
-from exporter.machine import collected_seldom, release_freed_memory, return_large_memory
+from exporter.machine import release_freed_memory, return_large_memory
 from exporter.model.decoder import Decoder, ReadParameter, parameter_shapes
 from exporter.programs import Limits
 from exporter.progress import Progress
 from exporter.quantization import quantize
 from exporter.quantization.calibration import calibration_ids
-from exporter.quantization.matrices import Storage
 from exporter.quantization.rounding import round_weights
 from exporter.runs import Calls, Run, long_schedule, run, run_by_layers, schedule
-from exporter.spec import Comparison, Manifest, StateSpec, TokenizerSpec, state_specs
+from exporter.spec import Comparison, Manifest, Recipe, StateSpec, TokenizerSpec, state_specs
 from exporter.tokenizer import write_tokenizer
+from exporter.tricks.rare_collections import rare_collections
 
 RECORDED_VERSIONS = ("ring-exporter", "torch", "transformers", "tokenizers", "gguf")
 
@@ -37,6 +37,7 @@ class Source:
     config: ExportConfig
     checkpoint: Checkpoint
     limits: Limits
+    _recipes: dict[str, Recipe] = field(default_factory=dict, init=False, repr=False)
 
     def states(self, target: str) -> tuple[StateSpec, ...]:
         """The state as the programs of `target` take it.
@@ -46,6 +47,17 @@ class Source:
         """
         context, own = self.limits.max_context_length, traits(target)
         return state_specs(self.checkpoint.spec, self.config.cache, context, own.layout, own.state_dtype)
+
+    def recipe(self, target: str) -> Recipe:
+        """In which form the program of `target` keeps every parameter; worked out once.
+
+        Raises:
+            ConfigError: the config asks for what the format or the model has not.
+        """
+        if target not in self._recipes:
+            spec, options = self.checkpoint.spec, self.config.options(target)
+            self._recipes[target] = options.recipe(parameter_shapes(spec), spec.tie_word_embeddings)
+        return self._recipes[target]
 
     def reader(self) -> ReadParameter:
         """What reads the checkpoint a parameter at a time."""
@@ -79,18 +91,18 @@ def target_decoder(source: Source, target: str, progress: Progress) -> Decoder:
 def program_decoder(source: Source, target: str, bundle: Path, tokenizer: TokenizerSpec, progress: Progress) -> Decoder:
     """The model as the back end of `target` takes it: where that is a rounded decoder, quantised while it is read, by
     the text that the tokenizer in `bundle` makes of the calibration chapters."""
-    spec = source.config.options(target).decoder
-    if not (traits(target).decoder_is_rounded and spec.is_quantized):
+    recipe = source.recipe(target)
+    if recipe.is_float32 or not traits(target).decoder_is_rounded:
         return target_decoder(source, target, progress)
     with progress.step("read and quantise") as detail:
         ids = None
-        if spec.is_calibrated:
+        if recipe.is_calibrated:
             ids = calibration_ids(bundle / "tokenizer", tokenizer, source.limits.max_context_length)
             release_freed_memory()  # a tokenizer's
             detail(f"calibrated on {ids.shape[1]} tokens")
         kernels = build_module(target).kernels(source.config.options(target))
         decoder = Decoder.unread(source.checkpoint.spec, source.states(target), kernels)
-        quantize(decoder, spec, ids, source.reader())
+        quantize(decoder, recipe, ids, source.reader())
         release_freed_memory()
         return decoder
 
@@ -102,11 +114,12 @@ def export(config: ExportConfig, out: Path, progress: Progress) -> Bundle:
         UserError: any of its kinds; nothing is left at `out` that was not there before.
     """
     return_large_memory()
-    with collected_seldom(), write_bundle(out) as writer:
+    with rare_collections(), write_bundle(out) as writer:
         with progress.step("open checkpoint") as detail:
             source = open_source(config)
             for target in config.targets:  # what a format cannot carry is said before any work
                 source.states(target)
+                source.recipe(target)
             detail(source.checkpoint.name)
         with progress.step("tokenizer"):
             tokenizer_dir = writer.path / "tokenizer"
@@ -147,7 +160,8 @@ def add_program(manifest: Manifest, target: str, directory: Path, source: Source
     """
     decoder = program_decoder(source, target, directory, manifest.tokenizer, progress)
     back_end = build_module(target)
-    built = back_end.build(decoder, source.limits, source.config.options(target), directory, progress.step)
+    options, recipe = source.config.options(target), source.recipe(target)
+    built = back_end.build(decoder, source.limits, options, recipe, directory=directory, step=progress.step)
     alone = manifest.model_copy(update={"programs": (built.program,)})
     for name, text in back_end.beside(alone).items():
         (directory / name).write_text(text, encoding="utf-8")
@@ -188,12 +202,11 @@ def eager_runs(manifest: Manifest, own: Run, source: Source, calls: Calls, progr
         with progress.step("read and run float eager"):
             original = Decoder.unread(source.checkpoint.spec, on_floats.states, PlainKernels())
             return own, run_by_layers(on_floats, original, calls, source.reader())
-    storage = Storage(program.format, **program.options)
-    if storage.weights in ("float32", "float16"):
+    if not program.recipe.rounded:
         return own, own
     rounded = read_decoder(source, on_floats.states, PlainKernels(), progress)
     with progress.step("round weights"):
-        round_weights(rounded, storage)
+        round_weights(rounded, program.recipe)
     with progress.step("run rounded eager"):
         return run_by_layers(on_floats, rounded, calls), own
 

@@ -2,6 +2,10 @@
 
 A decoded token has to read every weight and the live cache once: their bytes over the bandwidth measured in the same
 run are the least time it can take.
+
+Memory is counted both ways: the peak of all that is resident, and apart, after each length, what the process wrote
+(anonymous) and pages of files, which the system can drop. ExecuTorch's Python binding locks what it reads of a file, as
+far as it may, so that all of the file is resident; an app maps its program without locking.
 """
 
 from __future__ import annotations
@@ -21,19 +25,19 @@ from torch import Tensor
 from exporter.bundle import Bundle
 from exporter.english import english_text
 from exporter.errors import ConfigError, RuntimeLimitError
-from exporter.machine import peak_memory_bytes, resident_bytes
-from exporter.spec import Manifest, QuantizationSpec
+from exporter.lengths import BENCH_CONTEXTS, BENCH_PREFILLS
+from exporter.machine import ResidentParts, peak_memory_bytes, resident_bytes, resident_parts
+from exporter.units import BYTES
 from runtime_ref.programs import load_program, prepare_runtime
 from runtime_ref.sampling import best
 from runtime_ref.score import score
 from runtime_ref.session import Session
 from runtime_ref.tokenizer import Tokenizer
 
-PREFILLS, CONTEXTS = (128, 512, 2048), (128, 512, 2048, 8192, 32000)
 FIRST_PROMPT = 128
 REPEATS, DECODED = 3, 32
 SCORE_PREFIX, SCORED = 512, 1000
-BANDWIDTH_BYTES, BANDWIDTH_PASSES = 2**30, 5
+BANDWIDTH_BYTES, BANDWIDTH_PASSES = BYTES["GiB"], 5
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class Length:
         live_bytes: rows of state in use.
         limit: decoded tokens a second if reading weights and live state once were all that took time.
         peak_bytes: the process's peak so far; lengths are measured from the shortest to the longest.
+        resident: what is resident after this length, in its parts; None on systems that do not tell.
     """
 
     tokens: int
@@ -54,6 +59,7 @@ class Length:
     live_bytes: int
     limit: float
     peak_bytes: int
+    resident: ResidentParts | None
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,7 @@ class Bench:
 
     Attributes:
         bare_bytes: resident before the program is loaded, with the interpreter and all imports.
+        bare: that in its parts; None on systems that do not tell.
         load_seconds: opening the program, the file in the system's cache.
         first_token_seconds: that and a prompt of 128 tokens, the process's first call.
         program_bytes: the program's file, or all files of its directory.
@@ -77,6 +84,7 @@ class Bench:
     weights: str
     threads: int
     bare_bytes: int
+    bare: ResidentParts | None
     load_seconds: float
     first_token_seconds: float
     lengths: tuple[Length, ...]
@@ -111,13 +119,13 @@ def bench(
     """
     manifest = bundle.manifest
     limit = manifest.max_context_length - DECODED
-    prefills, contexts = _fitting(prefills, PREFILLS, limit), _fitting(contexts, CONTEXTS, limit)
+    prefills, contexts = _fitting(prefills, BENCH_PREFILLS, limit), _fitting(contexts, BENCH_CONTEXTS, limit)
     if threads < 1:
         raise ConfigError("bench --threads", got=str(threads), expected="1 or more", repair="Take the cores you have.")
     ids = (list(ids) * (limit // len(ids) + 1))[:limit]
 
     prepare_runtime(manifest.program.format, threads)
-    bare = resident_bytes()
+    bare_bytes, bare = resident_bytes(), resident_parts()
     start = time.perf_counter()
     session = Session(manifest, load_program(bundle))
     load_seconds = time.perf_counter() - start
@@ -129,7 +137,8 @@ def bench(
         fills = [_fill(session, ids[:tokens]) for _ in range(REPEATS if tokens in prefills else 1)]
         live = sum(kind.used_bytes for kind in session.state.memory())
         decode = 1 / statistics.median(_steps(session)) if tokens in contexts else None
-        measured.append((tokens, tokens / statistics.median(fills), decode, live, peak_memory_bytes()))
+        memory = peak_memory_bytes(), resident_parts()
+        measured.append((tokens, tokens / statistics.median(fills), decode, live, memory))
     peak = peak_memory_bytes()
     nll, scored = _score(session, ids, watch) if scoring else (None, 0)
 
@@ -141,12 +150,13 @@ def bench(
         format=manifest.program.format,
         weights=manifest.program.weights,
         threads=threads,
-        bare_bytes=bare,
+        bare_bytes=bare_bytes,
+        bare=bare,
         load_seconds=load_seconds,
         first_token_seconds=first_token_seconds,
         lengths=tuple(
-            Length(tokens, prefill, decode, live, rate / (weights + live), reached)
-            for tokens, prefill, decode, live, reached in measured
+            Length(tokens, prefill, decode, live, rate / (weights + live), *memory)
+            for tokens, prefill, decode, live, memory in measured
         ),
         peak_bytes=peak,
         program_bytes=program_bytes(bundle),
@@ -245,27 +255,6 @@ def program_bytes(bundle: Bundle) -> int:
 
 
 def token_bytes(bundle: Bundle) -> int:
-    """What a decoded token reads of the program: all of it but the rows that only an embedding gathers, of which it
-    reads one. (For a mixture of experts that is more than a token reads.)"""
-    return program_bytes(bundle) - _embedding_bytes(bundle.manifest)
-
-
-def _embedding_bytes(manifest: Manifest) -> int:
-    """Of an embedding that is not the head's table; where it is, what four bits of that leave over for it (see
-    `exporter.quantization.tables`)."""
-    rows, width = manifest.model.vocab_size, manifest.model.hidden_size
-    options, tied = manifest.program.options, manifest.model.tie_word_embeddings
-    grids = QuantizationSpec.model_validate(options.get("quantization", {}))
-    if not tied or (grids.head == "none") != (grids.embedding == "none"):
-        return int(rows * width * _bytes_a_weight(manifest))
-    if (grids.head, grids.embedding) != ("int4", "int8"):
-        return 0
-    nibbles, scales = width // 2, 2 * width // grids.group_size
-    return max(rows - grids.head_int8_rows, 0) * (nibbles + scales)
-
-
-def _bytes_a_weight(manifest: Manifest) -> float:
-    """Of an embedding that is no head, without its scales."""
-    options = manifest.program.options
-    grid = options["quantization"]["embedding"] if "quantization" in options else options["weights"]
-    return {"none": 4.0, "float32": 4.0, "float16": 2.0, "int8": 1.0}.get(grid, 0.5)
+    """What a decoded token reads of the program: all of it but the weights it does not go through, as its recipe says.
+    (Of a mixture of experts a program goes through all.)"""
+    return program_bytes(bundle) - bundle.manifest.program.recipe.unread_bytes

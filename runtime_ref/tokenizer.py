@@ -34,11 +34,7 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`. BOS comes from the manifest alone, so it cannot come twice, whether the text (a
         rendered chat template) begins with it or the tokenizer's own post-processing would have added it."""
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        bos = self.spec.bos_token_id
-        if self.spec.add_bos and bos is not None and ids[:1] != [bos]:
-            return [bos, *ids]
-        return ids
+        return self.spec.with_bos(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of `messages` (``role``, ``content``) rendered by the chat template, ready for the answer.

@@ -46,9 +46,16 @@ class Peer(Protocol):
 
 
 def resident(key: str) -> int:
-    """``VmRSS`` or ``VmHWM`` of this process in bytes. (``ru_maxrss`` may be the parent's.)"""
+    """A line of this process's account, e.g. ``VmRSS`` or its peak ``VmHWM``, in bytes. (``ru_maxrss`` may be the
+    parent's.)"""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return int(next(line for line in lines if line.startswith(f"{key}:")).split()[1]) * 1024
+
+
+def resident_parts() -> dict[str, int]:
+    """Of this process now, bytes: ``anonymous``, what it wrote, shared memory included, and ``file``, pages of mapped
+    files, which the system can drop and read again."""
+    return {"anonymous": resident("RssAnon") + resident("RssShmem"), "file": resident("RssFile")}
 
 
 def log_probabilities(logits: Any) -> Any:
@@ -89,20 +96,20 @@ def measure(load: Callable[[Path, dict[str, Any]], Peer], packages: Sequence[str
     os.dup2(2, 1)  # libraries print; standard output carries the result alone
     model, request = Path(arguments[0]), json.loads(Path(arguments[1]).read_text())
     ids = request["ids"]
-    bare = resident("VmRSS")
+    bare, bare_parts = resident("VmRSS"), resident_parts()
     start = time.perf_counter()
     peer = load(model, request)
     load_seconds = time.perf_counter() - start
     peer.run(ids[:128], 1)
     first_token_seconds = time.perf_counter() - start
 
-    prefill, decode, peaks = {}, {}, {}
+    prefill, decode, peaks, parts = {}, {}, {}, {}
     for length in sorted(request["lengths"]):
         repeats = request["repeats"] if length <= 2048 else 1
         runs = [peer.run(ids[:length], 1 if index < repeats - 1 else DECODED + 1) for index in range(repeats)]
         prefill[length] = length / statistics.median(run[0] for run in runs)
         decode[length] = 1 / statistics.median(runs[-1][1:])
-        peaks[length] = resident("VmHWM")
+        peaks[length], parts[length] = resident("VmHWM"), resident_parts()
     peak = resident("VmHWM")
     nll = kl = None
     if request["score"]:  # after the peaks: what float32 expected is no part of them
@@ -115,8 +122,10 @@ def measure(load: Callable[[Path, dict[str, Any]], Peer], packages: Sequence[str
         "prefill": prefill,
         "decode": decode,
         "peaks": peaks,
+        "resident": parts,
         "peak_bytes": peak,
         "bare_bytes": bare,
+        "bare": bare_parts,
         "file_bytes": sum(file.stat().st_size for file in peer.files),
         "nll": nll,
         "kl": kl,

@@ -65,10 +65,29 @@ def at(kind: str, length: int) -> Figure:
     return lambda result: result[kind].get(str(length))
 
 
+def _short(result: Mapping[str, Any]) -> str | None:
+    """`SHORT` tokens, or the longest there is, if all are shorter."""
+    lengths = [length for length in map(int, result["peaks"]) if length <= SHORT]
+    return str(max(lengths)) if lengths else None
+
+
 def above_bare(result: Mapping[str, Any]) -> float | None:
     """The peak of a conversation of `SHORT` tokens above the bare process; the longest there is, if all are shorter."""
-    lengths = [length for length in map(int, result["peaks"]) if length <= SHORT]
-    return result["peaks"][str(max(lengths))] - result["bare_bytes"] if lengths else None
+    length = _short(result)
+    return None if length is None else result["peaks"][length] - result["bare_bytes"]
+
+
+def resident(part: str) -> Figure:
+    """What is resident after that conversation above the bare process, of one part of it: ``anonymous`` or ``file``;
+    None of a result that was taken before the parts were told apart."""
+
+    def figure(result: Mapping[str, Any]) -> float | None:
+        length = _short(result)
+        if length is None or "resident" not in result:
+            return None
+        return result["resident"][length][part] - result["bare"][part]
+
+    return figure
 
 
 def long_peak(result: Mapping[str, Any]) -> float | None:

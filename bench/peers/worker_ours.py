@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -46,8 +47,10 @@ def main(directory: Path, request_file: Path) -> None:
         "limits": {length.tokens: length.limit for length in found.lengths},
         "live_bytes": {length.tokens: length.live_bytes for length in found.lengths},
         "peaks": {length.tokens: length.peak_bytes for length in found.lengths},
+        "resident": {length.tokens: asdict(length.resident) for length in found.lengths},
         "peak_bytes": found.peak_bytes,
         "bare_bytes": found.bare_bytes,
+        "bare": asdict(found.bare),
         "file_bytes": found.program_bytes,
         "bandwidth": found.bandwidth,
         "weights": found.weights,

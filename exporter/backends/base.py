@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from exporter.spec import CheckResult, DType, FormatOptions, Layout, Manifest, ProgramSpec
+from exporter.spec import CheckResult, DType, FormatOptions, Layout, Manifest, ProgramSpec, Recipe
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -118,14 +118,17 @@ class BuildModule(Protocol):
         """The cache implementation that a decoder for this format is built on; `options` as `build` takes them."""
         ...
 
-    def build(self, decoder: Decoder, limits: Limits, options: Any, directory: Path, step: Step) -> Built:
+    def build(
+        self, decoder: Decoder, limits: Limits, options: Any, recipe: Recipe, *, directory: Path, step: Step
+    ) -> Built:
         """Write the program of `decoder` under `directory` and check it.
 
         Args:
-            decoder: the model over `kernels` and the states of this format's layout: rounded as `options` say where
+            decoder: the model over `kernels` and the states of this format's layout: rounded as `recipe` says where
                 the traits say `decoder_is_rounded`, else the float32 one. It may be changed in place.
             limits: the maxima its methods declare.
             options: the format's section of the config.
+            recipe: how the program keeps its weights: what `options` come to for this model.
             directory: the staged bundle.
             step: reports a step of the work.
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from exporter.spec.base import DType, Spec
+from exporter.data import DType, Spec
+from exporter.kinds import CachePolicy, Layout, StateSpec
 from exporter.spec.model import ModelSpec
 from exporter.spec.programs import Logits
-from exporter.spec.states import CachePolicy, Layout, StateSpec, state_specs
+from exporter.spec.recipe import Recipe
+from exporter.spec.states import state_specs
 
 MANIFEST_VERSION = 4
 
@@ -40,16 +42,18 @@ class MethodSpec(Spec):
 class ProgramSpec(Spec):
     """One program, a file or a directory of the bundle. `format` selects the loader.
 
-    `options` are the format's section of the config, `weights` says in words how weights are stored, `rounded` whether
-    weights or activations are rounded at all. `states` is the state it takes, in the `layout` of the format;
-    `scaled_states` says that their values are not those of the model it came from, because factors were moved between
-    its layers. `operators` are those it uses; of an ExecuTorch program, those outside every delegate.
+    `options` are the format's section of the config; `weights` says in words how weights are stored, `recipe` how each
+    of them is, `rounded` whether weights or activations are rounded at all. `states` is the state it takes, in the
+    `layout` of the format; `scaled_states` says that their values are not those of the model it came from, because
+    factors were moved between its layers. `operators` are those it uses; of an ExecuTorch program, those outside every
+    delegate.
     """
 
     format: str
     file: str
     options: dict[str, Any]
     weights: str
+    recipe: Recipe
     rounded: bool
     layout: Layout
     states: tuple[StateSpec, ...]
@@ -75,6 +79,14 @@ class TokenizerSpec(Spec):
     eos_token_ids: tuple[int, ...]
     add_bos: bool
     has_chat_template: bool
+
+    def with_bos(self, ids: Sequence[int]) -> list[int]:
+        """`ids` of a text as the model wants them: after exactly one BOS, or as they are. A text (a rendered chat
+        template) may bring its BOS along."""
+        bos = self.bos_token_id
+        if self.add_bos and bos is not None and list(ids[:1]) != [bos]:
+            return [bos, *ids]
+        return list(ids)
 
 
 class CheckResult(Spec):

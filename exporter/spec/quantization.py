@@ -7,14 +7,16 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from exporter.spec.base import Spec
+from exporter.data import Spec
+from exporter.spec.recipe import Recipe
 
 
 class QuantizationSpec(Spec):
     """Weights per kind of tensor; activations of quantised linears are int8, quantised per token at run time.
 
-    `int8` is symmetric per output channel; `int4` symmetric per group of `group_size` input channels. Linears whose
-    name contains one of `keep_int8` stay int8 when `linear` is int4. An embedding is int8 per row or int4 per group.
+    `linear`, `embedding` and `head` are `none` or a grid of ``exporter.grids`` that the format carries: `int8` is
+    symmetric per output channel or row, `int4` symmetric per group of `group_size` input channels. Linears whose name
+    contains one of `keep_int8` stay int8 when `linear` is another grid.
 
     `smooth` folds factors into norms and weights so that inputs of linears and weights share their outliers, `rounding`
     says how linears and head are rounded, and the first `head_int8_rows` rows of an int4 head, those of the frequent
@@ -22,9 +24,9 @@ class QuantizationSpec(Spec):
     an int4 head adds what the four bits leave over as four more.
     """
 
-    linear: Literal["none", "int8", "int4"] = "none"
-    embedding: Literal["none", "int8", "int4"] = "none"
-    head: Literal["none", "int8", "int4"] = "none"
+    linear: str = "none"
+    embedding: str = "none"
+    head: str = "none"
     group_size: int = Field(default=32, ge=32, multiple_of=32)
     keep_int8: tuple[str, ...] = ()
     smooth: bool = False
@@ -40,15 +42,6 @@ class QuantizationSpec(Spec):
         if self.head_int8_rows and self.head != "int4":
             raise ValueError("head int4 for head_int8_rows")
         return self
-
-    @property
-    def is_calibrated(self) -> bool:
-        """Whether it depends on what the model's inputs look like."""
-        return self.smooth or self.rounding == "gptq"
-
-    @property
-    def is_quantized(self) -> bool:
-        return {self.linear, self.embedding, self.head} != {"none"}
 
 
 PRESETS: dict[str, QuantizationSpec] = {
@@ -74,25 +67,33 @@ A model need not have the matrices they name."""
 class FormatOptions(Spec):
     """The section of a format in the config; the manifest records it with the program."""
 
-    @property
-    def rounds(self) -> bool:
-        """Whether the program is no longer the float32 model: weights, activations or arithmetic are rounded."""
+    def recipe(self, shapes: Mapping[str, tuple[int, ...]], tied: bool) -> Recipe:
+        """In which form a program keeps every parameter of a model.
+
+        Args:
+            shapes: of its parameters; a tied head is none of its own.
+            tied: whether the head is the embedding.
+
+        Raises:
+            ConfigError: the format has no such form, it does not suit the model, or the section names what the model
+                has not.
+        """
         raise NotImplementedError
 
-    @property
-    def decoder(self) -> QuantizationSpec:
-        """What is done to the decoder before it is traced, where the format's traits say `decoder_is_rounded`."""
-        return QuantizationSpec()
+    def described(self, recipe: Recipe) -> str:
+        """How weights are kept, in words, for manifests and tables."""
+        raise NotImplementedError
 
 
-_SENSITIVE = ("embed_tokens", "lm_head", "v_proj", "down_proj")
-KEEP_INT8: dict[str, tuple[str, ...]] = {"int4": _SENSITIVE, "palettized4": _SENSITIVE}
-"""The matrices that keep 8 bits by default in the options that have 4: most of what those cost sits in these."""
+SENSITIVE = ("embed_tokens", "lm_head", "v_proj", "down_proj")
+"""The matrices that keep 8 bits by default in options that have fewer: most of what those cost sits in these."""
+_EIGHT_BITS_OR_MORE = ("float32", "float16", "int8")
 
 
 class ReducedWeights(FormatOptions):
-    """`keep_int8` has the meaning of `QuantizationSpec.keep_int8`, and embedding and head have names too: the matrices
-    whose name contains one of its parts are int8 where `weights` has 4 bits. Left out, it is that of `KEEP_INT8`."""
+    """`weights` is a grid of ``exporter.grids`` that the format carries. `keep_int8` has the meaning of
+    `QuantizationSpec.keep_int8`, and embedding and head have names too: the matrices whose name contains one of its
+    parts are int8 where `weights` has fewer bits. Left out, it is `SENSITIVE` there."""
 
     weights: str
     keep_int8: tuple[str, ...] = ()
@@ -102,19 +103,19 @@ class ReducedWeights(FormatOptions):
     def _its_own_default(cls, data: Any) -> Any:
         if not isinstance(data, Mapping) or "keep_int8" in data:
             return data
-        return {**data, "keep_int8": KEEP_INT8.get(str(data.get("weights")), ())}
+        default = cls.model_fields["weights"].default
+        return {**data, "keep_int8": keep_int8_by_default(str(data.get("weights", default)))}
 
     @model_validator(mode="after")
-    def _only_beside_four_bits(self) -> Self:
-        if self.keep_int8 and self.weights not in KEEP_INT8:
-            raise ValueError(f"keep_int8 beside weights {' or '.join(KEEP_INT8)}, not {self.weights}")
+    def _only_beside_fewer_bits(self) -> Self:
+        if self.keep_int8 and not keep_int8_by_default(self.weights):
+            raise ValueError(f"keep_int8 beside weights of fewer bits than int8, not {self.weights}")
         return self
 
-    @property
-    def rounds(self) -> bool:
-        return self.weights != "float32"
-
-    @property
-    def described(self) -> str:
-        """In words, for manifests and tables."""
+    def described(self, recipe: Recipe) -> str:
         return f"{self.weights}, int8 in {' '.join(self.keep_int8)}" if self.keep_int8 else self.weights
+
+
+def keep_int8_by_default(weights: str) -> tuple[str, ...]:
+    """What `ReducedWeights.keep_int8` is where it is left out."""
+    return () if weights in _EIGHT_BITS_OR_MORE else SENSITIVE

@@ -1,6 +1,7 @@
 """``runtime_ref bench`` on a bundle: what it says is what a stopwatch and the files say."""
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -59,6 +60,20 @@ def test_bytes_are_those_of_the_file_and_of_the_rows_in_use(measured: dict, tiny
     assert 0 < measured["bare_bytes"] < measured["peak_bytes"]
     peaks = [length["peak_bytes"] for length in measured["lengths"]]
     assert peaks == sorted(peaks) and peaks[-1] <= measured["peak_bytes"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell the parts")
+def test_what_was_written_is_told_from_pages_of_files(
+    measured: dict, tiny_bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for parts, most in [(measured["bare"], measured["bare_bytes"])] + [
+        (length["resident"], length["peak_bytes"]) for length in measured["lengths"]
+    ]:
+        assert parts["anonymous"] > 0 and parts["file"] > 0
+        assert parts["anonymous"] + parts["file"] <= most + 2**20
+    assert run("bench", "--bundle", tiny_bundle, "--no-nll", "--prefills", 20, "--contexts", 20) == 0
+    out = capsys.readouterr().out
+    assert "anonymous" in out and "file pages" in out
 
 
 def test_the_likelihood_is_that_of_the_text_one_token_at_a_time(measured: dict, tiny_bundle: Path) -> None:

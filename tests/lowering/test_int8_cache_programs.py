@@ -72,7 +72,7 @@ def test_a_program_plans_no_copy_of_the_rows(int8_cache_bundle: Path) -> None:
     planned = next(function.planned_bytes for function in description.functions if function.name == "main")
     copy = 2 * CONTEXT * 2 * 16 * 4
     assert planned is not None
-    document = (Path(__file__).parents[2] / "docs" / "int8-cache.md").read_text(encoding="utf-8")
+    document = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
     assert planned < copy / 10
     assert f"`main` of the tests' tiny Gemma plans {planned:,} bytes" in document
 

@@ -1,9 +1,11 @@
 """Memory as the process itself holds it."""
 
 import gc
+import mmap
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +17,7 @@ from exporter.machine import (
     on_one_piece_of_stack,
     peak_memory_bytes,
     resident_bytes,
+    resident_parts,
 )
 
 PEAK = "import exporter.machine as m; print(m.peak_memory_bytes())"
@@ -29,6 +32,38 @@ def test_the_peak_stays_when_memory_is_given_back() -> None:
     assert held >= before + (190 << 20)
     assert resident_bytes() < held - (150 << 20)
     assert peak_memory_bytes() >= held - (1 << 20)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell the parts")
+def test_what_was_written_is_told_from_pages_of_files(tmp_path: Path) -> None:
+    size, near = 64 << 20, 2 << 20
+    (tmp_path / "file").write_bytes(b"x" * size)
+
+    def parts() -> tuple[int, int]:
+        found = resident_parts()
+        assert found is not None and abs(found.anonymous + found.file - resident_bytes()) < near
+        return found.anonymous, found.file
+
+    def grew(before: tuple[int, int]) -> tuple[bool, bool]:
+        now = parts()
+        grown = [after - then for after, then in zip(now, before, strict=True)]
+        assert all(abs(one) < near or abs(one - size) < near for one in grown), grown
+        return grown[0] > near, grown[1] > near
+
+    before = parts()
+    with (tmp_path / "file").open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        assert sum(mapped[:: mmap.PAGESIZE]) == size // mmap.PAGESIZE * ord("x")
+        assert grew(before) == (False, True)
+    before = parts()
+    for flags in (mmap.MAP_PRIVATE, mmap.MAP_SHARED):
+        with mmap.mmap(-1, size, flags=flags | mmap.MAP_ANONYMOUS) as written:
+            written[:: mmap.PAGESIZE] = b"x" * (size // mmap.PAGESIZE)
+            assert grew(before) == (True, False)
+
+
+def test_systems_that_do_not_tell_have_no_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("exporter.machine._STATUS", tmp_path / "not there")
+    assert resident_parts() is None and resident_bytes() == peak_memory_bytes() > 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems tell no more than ru_maxrss")

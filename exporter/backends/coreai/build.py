@@ -27,19 +27,19 @@ from exporter.graph.fx_flow import flow_of
 from exporter.graph.provenance import Trace
 from exporter.model.decoder import Decoder
 from exporter.programs import Limits, method_spec, trace
-from exporter.quantization.matrices import Storage, grids_of
-from exporter.spec import MAIN, PREFILL, PROGRAMS, CheckResult, Manifest, ProgramSpec
+from exporter.spec import MAIN, PREFILL, PROGRAMS, CacheKind, CheckResult, Manifest, ProgramSpec, Recipe
+from exporter.units import in_unit
 
 METADATA_FILE = "metadata.json"
-STATE_KINDS = {"full": "kv_cache", "ring": "sliding_cache", "conv": "fixed"}
-"""What Apple's metadata calls a state. A ``fixed`` one turns off going back to a shorter conversation."""
 
 
 def kernels(options: CoreAIOptions) -> CacheKernels:
     return PlainKernels()
 
 
-def build(decoder: Decoder, limits: Limits, options: CoreAIOptions, directory: Path, step: Step) -> Built:
+def build(
+    decoder: Decoder, limits: Limits, options: CoreAIOptions, recipe: Recipe, *, directory: Path, step: Step
+) -> Built:
     """See `BuildModule.build`.
 
     Raises:
@@ -51,16 +51,15 @@ def build(decoder: Decoder, limits: Limits, options: CoreAIOptions, directory: P
         name: ProgramContract(name, method_spec(decoder, kind, limits, TRAITS.ids_dtype), decoder.states)
         for name, kind in PROGRAMS.items()
     }
-    grids = grids_of(decoder, Storage(TRAITS.name, options.weights, options.keep_int8))
     with step("trace for Core AI"):
         programs = {name: trace(decoder, kind, limits, TRAITS.ids_dtype) for name, kind in PROGRAMS.items()}
         checks = check_traced(programs, contracts)
     with step("convert to Core AI") as detail, contextlib.redirect_stdout(io.StringIO()):
-        program = convert(programs, {method: own.interface for method, own in contracts.items()}, grids)
+        program = convert(programs, {method: own.interface for method, own in contracts.items()}, recipe)
         record_ranges(program.save_asset(directory / TRAITS.file), contracts.values())
         del program, programs
         size = sum(file.stat().st_size for file in (directory / TRAITS.file).iterdir())
-        detail(f"{size / 1e6:.0f} MB")
+        detail(in_unit(size, "MB", 0))
     with step("check Core AI program") as detail:
         asset = Asset(directory / TRAITS.file)
         lowered = check_asset(asset, list(contracts.values()))
@@ -71,8 +70,9 @@ def build(decoder: Decoder, limits: Limits, options: CoreAIOptions, directory: P
         format=TRAITS.name,
         file=TRAITS.file,
         options=options.model_dump(mode="json"),
-        weights=options.described,
-        rounded=options.rounds,
+        weights=options.described(recipe),
+        recipe=recipe,
+        rounded=not recipe.is_float32,
         layout=TRAITS.layout,
         states=decoder.states,
         methods={method: own.interface for method, own in contracts.items()},
@@ -85,15 +85,15 @@ def build(decoder: Decoder, limits: Limits, options: CoreAIOptions, directory: P
 def check_traced(
     programs: Mapping[str, ExportedProgram], contracts: Mapping[str, ProgramContract]
 ) -> list[CheckResult]:
-    """What only the traced programs can show: the asset's program does not record the ranges of dynamic axes, and large
-    constants are out of reach.
+    """Check what only the traced programs show: the asset does not record the ranges of dynamic axes, and its large
+    constants are not read.
 
     Raises:
         GraphContractError: a check failed.
     """
     results = []
     for method, contract in contracts.items():
-        # Where writes go is shown on the asset: through stacks, every node is on the way from a state to itself.
+        # Where writes go is checked on the asset: over stacks, every traced node lies between a state and itself.
         flow = flow_of(programs[method], contract.input_names, positions=False)
         results.append(dynamic_ranges(programs[method], flow, Trace(flow), contract))
         results.append(finite_constants(programs[method], flow, contract))
@@ -101,8 +101,15 @@ def check_traced(
     return as_traced(results)
 
 
+def apples_word(kind: CacheKind) -> str:
+    """What Apple's metadata calls a state. A ``fixed`` one turns off going back to a shorter conversation."""
+    if kind.grows:
+        return "kv_cache"
+    return "sliding_cache" if kind.rewinds else "fixed"
+
+
 def beside(manifest: Manifest) -> dict[str, str]:
-    """Apple's `metadata.json`, which finds `tokenizer/` beside itself."""
+    """Apple's `metadata.json`; its runtime finds `tokenizer/` beside it."""
     metadata = {
         "metadata_version": "0.2",
         "kind": "llm",
@@ -114,7 +121,7 @@ def beside(manifest: Manifest) -> dict[str, str]:
             "vocab_size": manifest.model.vocab_size,
             "max_context_length": manifest.max_context_length,
             "function_map": {"main": [MAIN.name], "prompt": [PREFILL.name]},
-            "states": {state.name: STATE_KINDS[state.kind] for state in manifest.states},
+            "states": {state.name: apples_word(state.cache_kind) for state in manifest.states},
         },
     }
     return {METADATA_FILE: json.dumps(metadata, indent=2) + "\n"}

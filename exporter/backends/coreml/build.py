@@ -12,8 +12,8 @@ from exporter.cache.interface import CacheKernels
 from exporter.graph.contract import ProgramContract, refuse_failed
 from exporter.model.decoder import Decoder
 from exporter.programs import Limits, method_spec
-from exporter.quantization.matrices import Storage, grids_of
-from exporter.spec import PROGRAMS, Manifest, MethodSpec, ProgramKind, ProgramSpec
+from exporter.spec import PROGRAMS, Manifest, MethodSpec, ProgramKind, ProgramSpec, Recipe
+from exporter.units import in_unit
 
 RUNTIME = "iOS 18, macOS 15"
 """The first systems with states and functions."""
@@ -27,7 +27,9 @@ def beside(manifest: Manifest) -> dict[str, str]:
     return {}
 
 
-def build(decoder: Decoder, limits: Limits, options: CoreMLOptions, directory: Path, step: Step) -> Built:
+def build(
+    decoder: Decoder, limits: Limits, options: CoreMLOptions, recipe: Recipe, *, directory: Path, step: Step
+) -> Built:
     """See `BuildModule.build`; `decoder` is left as it is."""
     from exporter.backends.coreml import convert, cures
     from exporter.backends.coreml.checks import check_package
@@ -39,8 +41,7 @@ def build(decoder: Decoder, limits: Limits, options: CoreMLOptions, directory: P
 
     path = directory / TRAITS.file
     interfaces = {name: interface_of(decoder, kind, limits) for name, kind in PROGRAMS.items()}
-    grids = grids_of(decoder, Storage(TRAITS.name, options.weights, options.keep_int8))
-    rounded = in_precision(decoder, FLOAT32 if options.weights == "float32" else SHIPPED)
+    rounded = in_precision(decoder, FLOAT32 if recipe.is_float32 else SHIPPED)
     functions = {}
     for method, kind in PROGRAMS.items():
         with step(f"trace {method}"):
@@ -49,9 +50,9 @@ def build(decoder: Decoder, limits: Limits, options: CoreMLOptions, directory: P
             functions[method] = convert.to_mil(traced)
         del traced
     program = convert.merge(functions)
-    if grids:
-        with step(f"weights to {options.weights}") as detail:
-            detail(f"{compress(program, rounded, grids)} matrices")
+    if recipe.rounded:
+        with step(f"weights to {options.described(recipe)}") as detail:
+            detail(f"{compress(program, rounded, recipe)} matrices")
     with step("write package") as detail:
         convert.share_memory(program)
         convert.save(program, path)
@@ -62,14 +63,15 @@ def build(decoder: Decoder, limits: Limits, options: CoreMLOptions, directory: P
         checks = check_package(package, contracts)
         refuse_failed(checks)
         description = describe(package)
-        detail(f"{len(checks)} checks passed, {description.file_bytes / 1e6:.0f} MB")
+        detail(f"{len(checks)} checks passed, {in_unit(description.file_bytes, 'MB', 0)}")
     operators = sorted({name for function in description.functions for name in function.operators})
     spec = ProgramSpec(
         format=TRAITS.name,
         file=TRAITS.file,
         options=options.model_dump(mode="json"),
-        weights=options.described,
-        rounded=options.rounds,
+        weights=options.described(recipe),
+        recipe=recipe,
+        rounded=not recipe.is_float32,
         layout=TRAITS.layout,
         states=decoder.states,
         methods=interfaces,

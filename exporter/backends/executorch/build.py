@@ -24,9 +24,9 @@ from exporter.graph import ProgramContract, check_exported, refuse_failed
 from exporter.graph.contract import delegated_floor
 from exporter.model.decoder import Decoder
 from exporter.programs import Limits, method_spec, trace
-from exporter.quantization.bits import weight_bits
 from exporter.quantization.modules import QuantizedLinear
-from exporter.spec import PROGRAMS, CheckResult, Manifest, ProgramSpec, QuantizationSpec
+from exporter.spec import PROGRAMS, CheckResult, Manifest, ProgramSpec, Recipe
+from exporter.units import in_unit
 
 
 def kernels(options: ExecutorchOptions) -> CacheKernels:
@@ -37,7 +37,9 @@ def beside(manifest: Manifest) -> dict[str, str]:
     return {}
 
 
-def build(decoder: Decoder, limits: Limits, options: ExecutorchOptions, directory: Path, step: Step) -> Built:
+def build(
+    decoder: Decoder, limits: Limits, options: ExecutorchOptions, recipe: Recipe, *, directory: Path, step: Step
+) -> Built:
     """See `BuildModule.build`."""
     check_codes(decoder)
     with step(f"trace {' and '.join(PROGRAMS)}"):
@@ -50,7 +52,7 @@ def build(decoder: Decoder, limits: Limits, options: ExecutorchOptions, director
         path = directory / TRAITS.file
         lower(programs, path)
         del programs
-        detail(f"{path.stat().st_size / 1e6:.0f} MB")
+        detail(in_unit(path.stat().st_size, "MB", 0))
     with step("check lowered program") as detail:
         runtime, operators = runtime_registry()
         with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -63,11 +65,12 @@ def build(decoder: Decoder, limits: Limits, options: ExecutorchOptions, director
         format=TRAITS.name,
         file=TRAITS.file,
         options=options.model_dump(mode="json"),
-        weights=_weights(decoder, options.quantization),
-        rounded=options.rounds,
+        weights=options.described(recipe),
+        recipe=recipe,
+        rounded=not recipe.is_float32,
         layout=TRAITS.layout,
         states=decoder.states,
-        scaled_states=options.quantization.smooth,
+        scaled_states=recipe.smooth,
         methods={name: method_spec(decoder, kind, limits) for name, kind in PROGRAMS.items()},
         runtime=runtime,
         operators=tuple(outside),
@@ -98,19 +101,6 @@ def check_codes(decoder: Decoder) -> None:
                 expected="matrices that differ in their integers, or in nothing",
                 repair="Quantise one of them in another way, for example with keep_int8.",
             )
-
-
-def _weights(decoder: Decoder, options: QuantizationSpec) -> str:
-    """In words, with the average bits a weight."""
-    if not options.is_quantized:
-        return "float32"
-    head = f"head {options.head}"
-    if options.head_int8_rows:
-        head += f" but {min(options.head_int8_rows, decoder.spec.vocab_size)} rows"
-    kinds = [f"linear {options.linear}", f"embedding {options.embedding}", head]
-    kinds += ["smoothed"] * options.smooth + ["gptq"] * (options.rounding == "gptq")
-    bits = weight_bits(decoder)
-    return f"{', '.join(kinds)}; {bits.read:.2f} bits a weight read for a token, {bits.stored:.2f} stored"
 
 
 def graph_contracts(decoder: Decoder, limits: Limits) -> tuple[ProgramContract, ...]:

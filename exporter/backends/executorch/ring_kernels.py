@@ -6,7 +6,6 @@ has, into the user's cache.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import hashlib
@@ -15,10 +14,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
-from exporter.backends.executorch.xnnpack import executorch_root
 from exporter.machine import CACHE
 
 SOURCES = Path(__file__).resolve().parents[3] / "native"
@@ -28,6 +25,13 @@ FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-DET_USE_THREADPOOL", "-DC10_
 # ARM's compilers name the processor, x86's its instructions.
 NATIVE = "-mcpu=native" if platform.machine().lower() in ("arm64", "aarch64") else "-march=native"
 LIBRARIES = ("executorch", "executorch_threadpool")
+
+
+def executorch_root() -> Path:
+    """The directory of the installed ExecuTorch, with its libraries and headers."""
+    import executorch
+
+    return Path(next(iter(executorch.__path__)))
 
 
 def compiler() -> str | None:
@@ -95,17 +99,3 @@ def use_ring_kernels(use: bool) -> bool:
     """
     library = _load()
     return library is not None and bool(library.ring_use_kernels(int(use)))
-
-
-@contextlib.contextmanager
-def loading(path: Path) -> Iterator[None]:
-    """Let the pages of the program at `path` go all the time while its methods are loaded in here, so that no weights
-    are in memory both as the file has them and packed. Without a compiler they are, for as long as loading takes."""
-    library = _load()
-    if library is not None:
-        library.ring_begin_loading(str(path.resolve()).encode())
-    try:
-        yield
-    finally:
-        if library is not None:
-            library.ring_end_loading()

@@ -10,13 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from exporter.backends.executorch.file_pages import FilePages, nothing_locked
 from exporter.backends.executorch.options import AttentionKernels, ExecutorchOptions
-from exporter.backends.executorch.ring_kernels import loading, use_ring_kernels
-from exporter.backends.executorch.xnnpack import share_packed_weights
+from exporter.backends.executorch.ring_kernels import executorch_root, use_ring_kernels
 from exporter.errors import BundleError
 from exporter.quiet import native_stderr_hidden
 from exporter.spec import PROGRAMS, ProgramSpec
+from exporter.tricks.packed_weights import packed_weights
 
 
 def prepare(threads: int | None = None) -> int:
@@ -56,10 +55,8 @@ def one_torch_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-TOKENS_OF_PAGES = 256
-"""At most 16 MB of pages that the embedding has read."""
 _loaded: weakref.WeakSet[PteProgram] = weakref.WeakSet()
-"""The programs alive; the first of them shares packed weights among its methods."""
+"""The programs alive; the first of them shares packed weights among its methods, and none beside it may."""
 
 
 class PteProgram:
@@ -82,15 +79,12 @@ class PteProgram:
         from executorch.runtime import Runtime, Verification
 
         try:
-            share_packed_weights(not _loaded)
             # The registry is the process's, and a method looks its kernels up while it loads.
             use_ring_kernels(kernels == "ring")
-            with nothing_locked(), loading(path):
+            with contextlib.nullcontext() if _loaded else packed_weights(executorch_root() / "lib"):
                 # The bundle's checksum covers the whole file, so the runtime need not verify it again.
                 self._program = Runtime.get().load_program(path, verification=Verification.Minimal)
                 self._methods = {name: self._program.load_method(name) for name in methods}
-            self._pages = FilePages(path)
-            self._pages.release()
         except (RuntimeError, KeyError) as error:
             raise BundleError(
                 f"program {path.name}",
@@ -98,7 +92,6 @@ class PteProgram:
                 expected=f"a program of the ExecuTorch version that the manifest names, with {' and '.join(methods)}",
                 repair="Install that version, or export the model again.",
             ) from error
-        self._tokens = 0
         _loaded.add(self)
 
     def run(self, method: str, input_ids: Tensor, position_ids: Tensor, states: Sequence[Tensor]) -> Tensor:
@@ -109,13 +102,4 @@ class PteProgram:
         assert loaded is not None
         with one_torch_thread():
             (logits,) = loaded.execute([input_ids, position_ids, *states])
-        self._let_pages_go(input_ids.shape[1])
         return logits  # a copy, which the runtime's binding makes
-
-    def _let_pages_go(self, tokens: int) -> None:
-        """Every so many tokens: the embedding reads one row of the file's table for each, and the system maps sixteen
-        pages around it."""
-        self._tokens += tokens
-        if self._tokens >= TOKENS_OF_PAGES:
-            self._tokens = 0
-            self._pages.release()
