@@ -8,7 +8,7 @@ from exporter.graph.provenance import Trace
 from exporter.spec import CheckResult
 
 _REMAINDERS = frozenset({"aten::remainder", "aten::remainder_", "aten::fmod", "aten::fmod_"})
-# What a wrong order of a ring means, and what it is usually a sign of.
+# The meaning of a wrong order, and its usual cause.
 _WRITE_FIRST = (
     "write-first order: a chunk's writes replace rows that its own early tokens still attend to, so a program for "
     "chunks is traced by itself, never derived from the graph of a one-token program"
@@ -20,7 +20,7 @@ _READ_FIRST = (
 
 
 def check_flow(flow: Flow, trace: Trace, contract: ProgramContract) -> list[CheckResult]:
-    """Every check that needs no more than steps over values."""
+    """Every check that needs only steps over values."""
     return [
         write_index_from_shapes(flow, trace, contract, "ring"),
         write_index_from_shapes(flow, trace, contract, "full"),
@@ -34,7 +34,7 @@ def check_flow(flow: Flow, trace: Trace, contract: ProgramContract) -> list[Chec
 
 
 def write_index_from_shapes(flow: Flow, trace: Trace, contract: ProgramContract, kind: str) -> CheckResult:
-    """Where a write lands descends from shapes and constants, from no tensor's content."""
+    """The row of a write depends on shapes and constants only, not on a tensor's content."""
     names = {state.name for state in contract.of_kind(kind)}
     problems, seen = [], set()
     writes = [(i, step, name) for i, step, name in flow.writes_to_inputs() if name in names]
@@ -70,7 +70,7 @@ def _order(
 ) -> CheckResult:
     """Whether every read of a state, for the output, is on the same side of all its writes.
 
-    A wrong order is reported with its `meaning`.
+    Reports a wrong order with its `meaning`.
     """
     problems, evidence, wrong = [], [], False
     reads, writes = list(flow.live_reads()), list(flow.writes_to_inputs())
@@ -107,7 +107,7 @@ def mutated_inputs_exactly_states(flow: Flow, contract: ProgramContract) -> Chec
 
 
 def no_scalar_read_from_data(flow: Flow, trace: Trace, contract: ProgramContract) -> CheckResult:
-    """No number of the program is read out of a tensor that holds data or weights."""
+    """No number of the program is read from a tensor of data or weights."""
     problems, allowed = [], []
     for index, step in enumerate(flow.steps):
         if step.operator not in SCALAR_READS:
@@ -121,6 +121,6 @@ def no_scalar_read_from_data(flow: Flow, trace: Trace, contract: ProgramContract
 
 
 def no_tensor_remainder(flow: Flow, contract: ProgramContract) -> CheckResult:
-    """No remainder of tensors: run times differ in its sign, and phones lack the kernel."""
+    """No remainder of tensors: runtimes differ in its sign, and phones lack the kernel."""
     found = [step.label for step in flow.steps if step.operator in _REMAINDERS]
     return contract.result("no_tensor_remainder", found, f"none among {len(flow.steps)} steps")
