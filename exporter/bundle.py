@@ -53,7 +53,7 @@ class BundleWriter:
         missing = [program.file for program in manifest.programs if not _listed(program.file, manifest.files)]
         assert not missing, f"the manifest names programs that were not staged: {missing}"
         text = manifest.model_dump_json(indent=2)
-        # JSON has no NaN or infinity: a manifest that does not read back as it was must not be published.
+        # JSON has no NaN or infinity: a manifest that does not read back unchanged must not be published.
         assert Manifest.model_validate_json(text) == manifest, "the manifest does not survive JSON"
         (self.path / MANIFEST_NAME).write_text(text + "\n", encoding="utf-8")
         _publish(self.path, self._target)
@@ -195,7 +195,7 @@ def _publish(staging: Path, target: Path) -> None:
     if not target.exists():
         os.rename(staging, target)
         return
-    # A directory cannot be renamed over one that is not empty: the old bundle steps aside first, and comes back if
+    # A directory cannot be renamed over one that is not empty: the old bundle is renamed first, and renamed back if
     # the new one cannot take its place.
     aside = target.parent / f".{target.name}.{secrets.token_hex(4)}.old"
     os.rename(target, aside)

@@ -28,7 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-# One console on stderr for what happens, one on stdout for what was asked for.
+# One console on stderr for progress, one on stdout for results.
 messages = Console(stderr=True)
 output = Console()
 if not output.is_terminal:
