@@ -1,4 +1,4 @@
-"""The programs of a bundle behind one interface, whatever format they were lowered to."""
+"""The programs of a bundle behind one interface for all formats."""
 
 from __future__ import annotations
 

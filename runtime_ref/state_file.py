@@ -1,4 +1,4 @@
-"""The file a conversation is kept in: safetensors with a version and a fingerprint of the model."""
+"""The file of a saved conversation: safetensors with a version and a fingerprint of the model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StateFileError(UserError):
 
 
 def fingerprint(manifest: Manifest) -> str:
-    """SHA-256 over everything that makes a state meaningless elsewhere: model, states, weights, quantisation."""
+    """SHA-256 over all that a state depends on: model, states, weights, quantisation."""
     identity = manifest.model_dump(mode="json", include={"model"})
     identity["program"] = manifest.program.model_dump(mode="json", include={"format", "options", "states"})
     identity["weights"] = manifest.source.files
@@ -71,7 +71,7 @@ def read_state(path: Path, manifest: Manifest) -> tuple[dict[str, Tensor], list[
         raise _error(path, f"state version {metadata.get('version')}", "Run the prompt again and save anew.")
     if metadata.get("fingerprint") != fingerprint(manifest):
         raise _error(path, "the state of another model", "Load it into the bundle that wrote it.")
-    # The fingerprint holds, so we wrote this file: what is in it is ours.
+    # The fingerprint matches, so we wrote this file and trust its content.
     tokens: list[int] = tensors.pop(_TOKENS).tolist()
     return tensors, tokens, int(metadata["high_water"])
 
