@@ -184,7 +184,7 @@ def parse_overrides(pairs: list[str] | None) -> dict[str, Any]:
 def main() -> None:
     """Run the command line; a `UserError` is one message on stderr and exit code 2."""
     quieten_libraries()
-    # As it ends Python searches all that there is for circles of references: two seconds for nothing.
+    # At exit Python's garbage collector would search all objects: two seconds for nothing.
     atexit.register(gc.freeze)
     try:
         on_one_piece_of_stack(app)
