@@ -32,7 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-# One console on stderr for what happens, one on stdout for what was asked for.
+# One console on stderr for progress, one on stdout for results.
 messages = Console(stderr=True)
 output = Console()
 if not output.is_terminal:
@@ -207,7 +207,7 @@ def signals_that_clean_up() -> Iterator[None]:
 def main() -> None:
     """Run the command line; a `UserError` is one message on stderr and exit code 2."""
     quieten_libraries()
-    # As it ends Python searches all that there is for circles of references: two seconds for nothing.
+    # At exit Python's garbage collector would search all objects: two seconds for nothing.
     atexit.register(gc.freeze)
     try:
         with signals_that_clean_up():

@@ -73,7 +73,7 @@ class SourceSpec(Spec):
 
 
 class TokenizerSpec(Spec):
-    """What generation needs to know. `eos_token_ids`: each of them stops."""
+    """What generation needs to know. Each of `eos_token_ids` ends it."""
 
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
@@ -81,8 +81,8 @@ class TokenizerSpec(Spec):
     has_chat_template: bool
 
     def with_bos(self, ids: Sequence[int]) -> list[int]:
-        """`ids` of a text as the model wants them: after exactly one BOS, or as they are. A text (a rendered chat
-        template) may bring its BOS along."""
+        """`ids` of a text as the model wants them: with exactly one BOS, or unchanged. A text (a rendered chat
+        template) may begin with its own BOS."""
         bos = self.bos_token_id
         if self.add_bos and bos is not None and list(ids[:1]) != [bos]:
             return [bos, *ids]
@@ -102,11 +102,11 @@ class CheckResult(Spec):
 
 
 EAGER, FLOAT = "eager", "float eager"
-"""References of a comparison at export: the model that was traced, and where that rounds, the one before it did."""
+"""References of a comparison at export: the model that was traced and, where that rounds, the float model."""
 
 
 class Comparison(Spec):
-    """How far a program was from a reference on the same tokens. `positions` counts compared rows of logits.
+    """The difference of a program from a reference on the same tokens. `positions` counts compared rows of logits.
 
     KL divergence is that of the program's next-token distribution from the reference's, in nats, `nll` the mean
     negative log-likelihood of the true next tokens.
@@ -133,7 +133,7 @@ class FileEntry(Spec):
 class Manifest(Spec):
     """What a bundle says of itself (`manifest.json`).
 
-    Whoever runs or checks one program looks at the manifest `of` its format, which names no other.
+    Code that runs or checks one program takes the manifest `of` its format, which has no other program.
     """
 
     version: int = MANIFEST_VERSION
@@ -173,7 +173,7 @@ class Manifest(Spec):
 
     @property
     def from_float(self) -> Comparison | None:
-        """How far that program was from the float model at export; None if nobody compared them."""
+        """That program's difference from the float model at export; None if they were not compared."""
         by_reference = {comparison.reference: comparison for comparison in self.verification}
         return by_reference.get(FLOAT, by_reference.get(EAGER))
 
