@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from recipes import quantize_by
 from tiny_models import GLOBAL, SLIDING, decoder_of, model
 from torch.fx import Graph, GraphModule, Node, symbolic_trace
 from torch.fx.passes.tools_common import legalize_graph
@@ -19,7 +20,6 @@ from exporter.backends.executorch import graphs
 from exporter.backends.executorch import lower as lowering
 from exporter.backends.executorch.lower import lower
 from exporter.programs import Limits, trace
-from exporter.quantization import quantize
 from exporter.spec import PROGRAMS, QuantizationSpec
 
 LIMITS = Limits(max_context_length=64, max_prefill_chunk=32)
@@ -103,7 +103,7 @@ def test_a_circle_is_no_order() -> None:
 @pytest.mark.parametrize("linear", ["none", "int8"])
 def test_cheap_graphs_change_no_byte(linear: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     decoder = decoder_of(model(SLIDING, GLOBAL), kernels="executorch", context=64)
-    quantize(decoder, QuantizationSpec(linear=linear))
+    quantize_by(QuantizationSpec(linear=linear), decoder)
     sorted_in_place: list[int] = []
     original = graphs.sort_in_place
 

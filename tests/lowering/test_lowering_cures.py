@@ -13,6 +13,7 @@ from executorch.backends.xnnpack._passes import XNNPACKPassManager
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 from executorch.exir.backend import utils
 from executorch.exir.backend.canonical_partitioners import group_partitioner
+from recipes import quantize_by
 from tiny_models import GLOBAL, SLIDING, decoder_of, model, states_of
 from torch.export import Dim, export
 
@@ -31,7 +32,6 @@ from exporter.backends.executorch.passes import (
 )
 from exporter.backends.executorch.runtime import PteProgram
 from exporter.programs import Limits, trace
-from exporter.quantization import quantize
 from exporter.spec import PROGRAMS, QuantizationSpec
 
 LIMITS = Limits(max_context_length=64, max_prefill_chunk=32)
@@ -80,7 +80,7 @@ def test_a_number_added_to_a_mean_is_the_products_bias() -> None:
 
 def test_linears_of_one_input_round_it_once_to_the_same_bits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     decoder = decoder_of(model(SLIDING, GLOBAL), kernels="executorch", context=64)
-    quantize(decoder, QuantizationSpec(linear="int8"))
+    quantize_by(QuantizationSpec(linear="int8"), decoder)
     delegates, results = [], []
     for name, context in (("shared", quantized_inputs_shared), ("each", contextlib.nullcontext)):
         monkeypatch.setattr(lowering, "quantized_inputs_shared", context)
@@ -119,7 +119,7 @@ def test_leaving_passes_out_changes_no_byte(
     linear: Any, kernels: str, dtype: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     decoder = decoder_of(model(SLIDING, GLOBAL), kernels=kernels, dtype=dtype, context=64)
-    quantize(decoder, QuantizationSpec(linear=linear))
+    quantize_by(QuantizationSpec(linear=linear), decoder)
 
     def data() -> bytes:
         lower({name: trace(decoder, kind, LIMITS) for name, kind in PROGRAMS.items()}, tmp_path / "model.pte")
@@ -144,7 +144,7 @@ def test_leaving_passes_out_changes_no_byte(
 def test_sharing_weights_changes_no_byte(linear: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Every tensor of more than 256 bytes shared and put on disk, and none."""
     decoder = decoder_of(model(SLIDING, GLOBAL), kernels="executorch", context=64)
-    quantize(decoder, QuantizationSpec(linear=linear))
+    quantize_by(QuantizationSpec(linear=linear), decoder)
 
     def data() -> bytes:
         lower({name: trace(decoder, kind, LIMITS) for name, kind in PROGRAMS.items()}, tmp_path / "model.pte")
@@ -183,7 +183,7 @@ def test_a_copy_shares_memory_inside_only(tmp_path: Path) -> None:
 def test_bits_say_what_the_sets_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of every node of both programs, and of every pair of partitions that may be merged."""
     decoder = decoder_of(model(SLIDING, GLOBAL), kernels="executorch", context=64)
-    quantize(decoder, QuantizationSpec(linear="int8"))
+    quantize_by(QuantizationSpec(linear="int8"), decoder)
     sets, answers = group_partitioner._DependencyViewer, []
     by_bits = partition.Partitioner._can_merge_partitions
 

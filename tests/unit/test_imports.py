@@ -9,7 +9,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 EXPORTER = sorted((ROOT / "exporter").rglob("*.py"))
 RUNTIME = sorted((ROOT / "runtime_ref").rglob("*.py"))
-SPEC = {f"exporter.spec.{part}" for part in ("base", "model", "states", "manifest")}
+PARTS = ("base", "manifest", "model", "programs", "quantization", "recipe", "states")
+SPEC = {f"exporter.spec.{part}" for part in PARTS}
 VERIFICATION = {"exporter/verify.py", "exporter/runs.py"}
 LEAFS = {f"exporter.{leaf}" for leaf in ("spec", "bundle", "errors", "optional", "quiet", "machine", "english")}
 
@@ -47,6 +48,10 @@ def test_only_verification_imports_the_runtime(path: Path) -> None:
         ("spec/model", SPEC),
         ("spec/states", SPEC | {"exporter.errors"}),
         ("spec/manifest", SPEC | {"exporter.errors"}),
+        ("spec/recipe", SPEC),
+        ("spec/quantization", SPEC),
+        ("grids/__init__", {"exporter.grids.base"}),
+        ("recipe", {"exporter.errors", "exporter.grids", "exporter.grids.base", "exporter.spec"}),
         ("spec/__init__", SPEC),
         ("errors", set()),
         ("optional", {"exporter.errors", "exporter.quiet"}),

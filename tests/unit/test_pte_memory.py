@@ -13,6 +13,7 @@ from pathlib import Path
 import executorch
 import pytest
 import torch
+from recipes import quantize_by
 from tiny_models import GLOBAL, SLIDING, decoder_of, model
 from torch.export import export
 
@@ -23,7 +24,6 @@ from exporter.backends.executorch.ring_kernels import loading
 from exporter.backends.executorch.runtime import TOKENS_OF_PAGES, PteProgram, _loaded, one_torch_thread, prepare
 from exporter.backends.executorch.xnnpack import BACKEND, WEIGHT_CACHE, BackendOption, share_packed_weights
 from exporter.errors import UnsupportedModelError
-from exporter.quantization import quantize
 from exporter.quantization.modules import QuantizedLinear
 from exporter.spec import QuantizationSpec
 
@@ -154,7 +154,7 @@ def test_torch_gets_its_threads_back_whatever_happens() -> None:
 
 def test_equal_integers_with_different_scales_are_refused() -> None:
     decoder = decoder_of(model(SLIDING, GLOBAL), context=64)
-    quantize(decoder, QuantizationSpec(linear="int8"))
+    quantize_by(QuantizationSpec(linear="int8"), decoder)
     check_codes(decoder)
     first, second = (layer.feed_forward.gate_proj for layer in decoder.layers)
     second.weight = first.weight.clone()
