@@ -43,10 +43,8 @@ class ProgramSpec(Spec):
     """One program, a file or a directory of the bundle. `format` selects the loader.
 
     `options` are the format's section of the config; `weights` says in words how weights are stored, `recipe` how each
-    of them is, `rounded` whether weights or activations are rounded at all. `states` is the state it takes, in the
-    `layout` of the format; `scaled_states` says that their values are not those of the model it came from, because
-    factors were moved between its layers. `operators` are those it uses; of an ExecuTorch program, those outside every
-    delegate.
+    of them is. `states` is the state it takes, in the `layout` of the format. `operators` are those it uses; of an
+    ExecuTorch program, those outside every delegate.
     """
 
     format: str
@@ -54,13 +52,22 @@ class ProgramSpec(Spec):
     options: dict[str, Any]
     weights: str
     recipe: Recipe
-    rounded: bool
     layout: Layout
     states: tuple[StateSpec, ...]
-    scaled_states: bool = False
     methods: dict[str, MethodSpec]
     runtime: str
     operators: tuple[str, ...]
+
+    @property
+    def rounded(self) -> bool:
+        """Whether weights or activations are rounded at all."""
+        return not self.recipe.is_float32
+
+    @property
+    def scaled_states(self) -> bool:
+        """Whether the values of states are not those of the model it came from, because factors were moved between its
+        layers."""
+        return self.recipe.smooth
 
 
 class SourceSpec(Spec):

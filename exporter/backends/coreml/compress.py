@@ -18,7 +18,7 @@ from coremltools.converters.mil.mil import Program, types
 from coremltools.converters.mil.mil.scope import ScopeInfo
 
 from exporter.backends.coreml.convert import memory_of
-from exporter.grids import store
+from exporter.grids.base import store
 from exporter.spec import GridSpec, Recipe
 
 _MATRICES = {("linear", "weight"), ("gather", "x")}
