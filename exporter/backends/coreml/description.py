@@ -14,16 +14,16 @@ _ARRAY_DTYPES = {65568: "float32", 65600: "float64", 65552: "float16", 131104: "
 _COMPRESSED = "constexpr_"
 
 
-def describe(package: Package) -> FileDescription:
+def describe(file: Package) -> FileDescription:
     """See `DescriptionModule.describe`."""
-    functions = package.functions()
-    descriptions = package.descriptions()
+    functions = file.functions()
+    descriptions = file.descriptions()
     return FileDescription(
-        file=package.path.name,
+        file=file.path.name,
         format=TRAITS.name,
         functions=tuple(_function(functions[name], descriptions[name]) for name in sorted(functions)),
-        weight_bytes=weight_bytes(package),
-        file_bytes=package.file_bytes,
+        weight_bytes=weight_bytes(file),
+        file_bytes=file.file_bytes,
     )
 
 
