@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import enum
-import gc
 import json
 import sys
 from pathlib import Path
@@ -17,7 +15,6 @@ from rich.pretty import Pretty
 
 from exporter.config import load_config
 from exporter.errors import ConfigError, UserError
-from exporter.machine import on_one_piece_of_stack
 from exporter.quiet import native_stderr_hidden, quieten_libraries
 from exporter.tricks.rare_collections import rare_collections
 
@@ -185,10 +182,8 @@ def parse_overrides(pairs: list[str] | None) -> dict[str, Any]:
 def main() -> None:
     """Run the command line; a `UserError` is one message on stderr and exit code 2."""
     quieten_libraries()
-    # As it ends Python searches all that there is for circles of references: two seconds for nothing.
-    atexit.register(gc.freeze)
     try:
-        on_one_piece_of_stack(app)
+        app()
     except UserError as error:
         messages.print(f"[bold red]error:[/] {escape(str(error))}", markup=True, highlight=False, soft_wrap=True)
         sys.exit(error.exit_code)
