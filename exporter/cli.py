@@ -17,8 +17,9 @@ from rich.pretty import Pretty
 
 from exporter.config import load_config
 from exporter.errors import ConfigError, UserError
-from exporter.machine import collected_seldom, on_one_piece_of_stack
+from exporter.machine import on_one_piece_of_stack
 from exporter.quiet import native_stderr_hidden, quieten_libraries
+from exporter.tricks.rare_collections import rare_collections
 from exporter.units import in_unit
 
 app = typer.Typer(
@@ -58,7 +59,7 @@ def export(
     """Write a bundle: the program, its tokenizer and a manifest, verified against the model it came from."""
     config = load_config(model, parse_overrides(overrides))
     # torch and ExecuTorch take seconds: a bad YAML should not wait for them
-    with native_stderr_hidden(), collected_seldom():
+    with rare_collections(), native_stderr_hidden():
         from exporter import pipeline, tables
     from exporter.plan import model_states, plan_contexts
     from exporter.progress import Progress

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import os
 import platform
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -49,23 +48,6 @@ def release_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-@contextlib.contextmanager
-def collected_seldom() -> Iterator[None]:
-    """Python's searches for circles of references are few inside, and leave out what there was before: libraries and
-    traced graphs are millions of objects that stay, and by itself it goes through all of them again and again."""
-    thresholds = gc.get_threshold()
-    gc.freeze()
-    gc.set_threshold(NEW_OBJECTS, *thresholds[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
-        gc.unfreeze()
-
-
-NEW_OBJECTS = 10_000
 
 
 def on_one_piece_of_stack(call: Callable[[], Result]) -> Result:

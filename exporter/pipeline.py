@@ -15,7 +15,7 @@ from exporter.cache.interface import CacheKernels
 from exporter.cache.plain import PlainKernels
 from exporter.checkpoint import Checkpoint, open_checkpoint
 from exporter.config import ExportConfig, resolve
-from exporter.machine import collected_seldom, release_freed_memory, return_large_memory
+from exporter.machine import release_freed_memory, return_large_memory
 from exporter.model.decoder import Decoder, ReadParameter, parameter_shapes
 from exporter.programs import Limits
 from exporter.progress import Progress
@@ -25,6 +25,7 @@ from exporter.quantization.rounding import round_weights
 from exporter.runs import Calls, Run, long_schedule, run, run_by_layers, schedule
 from exporter.spec import Comparison, Manifest, Recipe, StateSpec, TokenizerSpec, state_specs
 from exporter.tokenizer import write_tokenizer
+from exporter.tricks.rare_collections import rare_collections
 
 RECORDED_VERSIONS = ("ring-exporter", "torch", "transformers", "tokenizers", "gguf")
 
@@ -113,7 +114,7 @@ def export(config: ExportConfig, out: Path, progress: Progress) -> Bundle:
         UserError: any of its kinds; nothing is left at `out` that was not there before.
     """
     return_large_memory()
-    with collected_seldom(), write_bundle(out) as writer:
+    with rare_collections(), write_bundle(out) as writer:
         with progress.step("open checkpoint") as detail:
             source = open_source(config)
             for target in config.targets:  # what a format cannot carry is said before any work

@@ -11,7 +11,7 @@ void attend(const Attention<E>& a, const Parallel& parallel) {
   if (a.query_len == 1) return single_query(a, parallel);
   constexpr int64_t kQueries = kTilesTogether<E> * kTile;
   const int64_t tiles = (a.query_len * a.group() + kQueries - 1) / kQueries;
-  // The last tiles see the most rows: they go first, so that no thread is left with one of them at the end.
+  // The last tiles see the most rows. They go first, so that no thread ends with a long one.
   parallel(tiles * a.num_kv_heads, [&](int64_t task) {
     attend_tiles(a, task % a.num_kv_heads, (tiles - 1 - task / a.num_kv_heads) * kQueries);
   });

@@ -1,5 +1,5 @@
-// Softmax attention of one sequence over rows of keys and values, computed in float32; of several queries over rows of
-// float16, the products are of bfloat16 where the processor has them.
+// Softmax attention of one sequence over rows of keys and values, computed in float32. Several queries over float16
+// rows are multiplied in bfloat16 where the processor can.
 //
 // Letters: Q query_len, T rows, H heads, K KV heads, G = H / K (query heads of one KV head), D head_dim.
 #pragma once
@@ -10,7 +10,8 @@
 
 namespace ring {
 
-// Integers with a scale for every `head_dim` of them; goes on in numbers, as a pointer does, by multiples of that.
+// Integers with a scale for every `head_dim` of them. `+` advances by elements, as a pointer does; only multiples of
+// `head_dim` are valid.
 struct Int8Rows {
   const int8_t* integers;
   const float* scales;
@@ -30,7 +31,7 @@ struct Forms<int8_t> {
   using Out = float*;
 };
 
-// `E` is float or Half, of everything but the mask, or int8_t: then the result is float.
+// `E` is the type of queries, keys, values and result: float or Half, or int8_t with a float result.
 template <typename E>
 struct Attention {
   int64_t query_len, rows, num_heads, num_kv_heads, head_dim;
@@ -54,8 +55,8 @@ constexpr float kNever = -std::numeric_limits<float>::infinity();
 // Runs `task(0) .. task(count - 1)`, in any order, and returns when all are done.
 using Parallel = std::function<void(int64_t count, const std::function<void(int64_t)>& task)>;
 
-// Rows hidden from every query are not read, so that a row which was never written may hold anything. A query that
-// sees no row at all gets zeros. The result does not depend on the number of threads.
+// Rows hidden from every query are not read, so a row that was never written may hold anything. A query that sees no
+// row gets zeros. The result does not depend on the number of threads.
 template <typename E>
 void attend(const Attention<E>& a, const Parallel& parallel);
 

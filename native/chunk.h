@@ -1,10 +1,10 @@
 // Attention of several queries.
 //
 // The N = Q G queries of a KV head, query by query and within it head by head, are cut into tiles of kTile. A tile's
-// queries lie transposed, [D, tile], so that every vector runs along the tile: one number of a key or value goes
-// against the whole tile, and softmax needs no sums across a vector. Rows go by in blocks of kBlock, with the running
-// maximum and sum of online softmax (Milakov and Gimelshein, 2018). Where rows have to be converted, two tiles share
-// them.
+// queries lie transposed, [D, tile], so every vector runs along the tile: one element of a key or value is multiplied
+// with the whole tile, and softmax needs no sums across a vector. Rows are processed in blocks of kBlock, with the
+// running maximum and sum of online softmax (Milakov and Gimelshein, 2018). Where rows must be converted, two tiles
+// share the conversion.
 #pragma once
 
 #include <algorithm>
@@ -68,12 +68,12 @@ void apply_mask(const Attention<E>& a, const Tile& tile, int64_t t, float* score
   }
 }
 
-// Turns scores [count, tile] into weights relative to the new maximum; `keep` is what becomes of older weights.
+// Turns scores [count, tile] into weights relative to the new maximum; `keep` is the factor for older weights.
 inline void tile_softmax(float* scores, int64_t count, Vec* largest, Vec* sums, Vec* keep) {
   for (int v = 0; v < kTileVecs; ++v) {
     Vec most = largest[v];
     for (int64_t i = 0; i < count; ++i) most = larger(load(scores + i * kTile + v * kWidth), most);
-    // A lane that has seen no row yet: minus infinity less itself is no number.
+    // A lane that has seen no row yet: minus infinity minus itself is NaN.
     const Vec base = most == splat(kNever) ? Vec{} : most;
     keep[v] = exp2_nonpositive(largest[v] - base);
     Vec total = sums[v] * keep[v];
@@ -88,7 +88,7 @@ inline void tile_softmax(float* scores, int64_t count, Vec* largest, Vec* sums, 
   }
 }
 
-// What a tile's products are computed in: rows of float16 and int8 were rounded already.
+// How a tile's products are computed: bfloat16 for float16 and int8 rows, which were rounded when they were stored.
 template <typename E>
 struct TileOf {
   using Type = FloatTile<E>;
@@ -104,10 +104,10 @@ struct TileOf<int8_t> {
 };
 #endif
 
-// One tile under way.
+// One tile while it is computed.
 struct Progress {
   Tile tile;
-  int64_t used;           // lanes that are queries of their own
+  int64_t used;           // lanes that hold a query of their own; the others repeat the last
   int64_t places[kTile];  // where each lane's query, and its result, begins
   Vec largest[kTileVecs], sums[kTileVecs];
   float* out;  // [D, tile], the weighted values so far
@@ -152,7 +152,7 @@ void end_tile(const Attention<E>& a, const Progress& from) {
 template <typename E>
 constexpr int kTilesTogether = TileOf<E>::Type::kTogether;
 
-// The tiles from `begin_query` on, as many as share what they make of a row.
+// The tiles from `begin_query` on that share the conversion of rows.
 template <typename E>
 void attend_tiles(const Attention<E>& a, int64_t kv_head, int64_t begin_query) {
   typename TileOf<E>::Type products(a.head_dim);

@@ -1,7 +1,7 @@
 // The kernels of this folder under the names that exported programs call.
 //
-// A registry holds one kernel of a name, and ExecuTorch's own may be in it already, so that its entry is taken over in
-// place. What these kernels do not handle goes to those that they replaced.
+// The registry holds one kernel per name, and ExecuTorch's own may be registered already, so its entry is replaced.
+// What these kernels do not handle goes to the ones they replaced.
 #include <executorch/runtime/core/exec_aten/util/tensor_util.h>
 #include <executorch/runtime/kernel/kernel_includes.h>
 #include <executorch/runtime/kernel/operator_registry.h>
@@ -42,13 +42,14 @@ Replacement attention{"llama::custom_sdpa.out", custom_sdpa, nullptr};
 Replacement quantized_attention{"llama::custom_quantized_sdpa.out", custom_quantized_sdpa, nullptr};
 Replacement conversion{"dim_order_ops::_to_dim_order_copy.out", to_dim_order_copy, nullptr};
 
-// What a kernel does not take is for the one that it replaced.
+// Calls the kernel that was replaced.
 void pass_on(const Replacement& to, KernelRuntimeContext& context, Span<EValue*> stack) {
   if (to.replaced) return to.replaced(context, stack);
   context.fail(Error::InvalidArgument);
 }
 
-// ExecuTorch's pool gives every thread an equal stretch; tasks differ, so a thread takes the next one when it is done.
+// ExecuTorch's pool gives every thread an equal share of tasks. Ours differ in length, so each thread takes the next
+// task when it is done.
 void run_parallel(int64_t count, const std::function<void(int64_t)>& task) {
   std::atomic<int64_t> next{0};
   executorch::extension::parallel_for(0, count, 1, [&](int64_t, int64_t) {
@@ -182,7 +183,7 @@ void convert(const Tensor& in, Tensor& out) {
 }
 
 // _to_dim_order_copy(self, non_blocking=False, dim_order=None, *, out): between float32 and float16 in place of
-// ExecuTorch's portable kernel, which converts number by number without the processor's help.
+// ExecuTorch's portable kernel, which converts one element at a time without vector instructions.
 void to_dim_order_copy(KernelRuntimeContext& context, Span<EValue*> stack) {
   const Tensor in = stack[0]->toTensor();
   Tensor out = stack[3]->toTensor();

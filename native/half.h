@@ -17,9 +17,9 @@ inline float to_float(int8_t value) { return value; }
 
 inline float to_float(Half half) {
   const uint32_t sign = (half.bits & 0x8000u) << 16, rest = (half.bits & 0x7fffu) << 13;
-  uint32_t bits = rest | 0x7f800000u;  // infinity or no number
+  uint32_t bits = rest | 0x7f800000u;  // infinity or NaN
   if (rest < 0x0f800000u) {
-    // The exponents' biases differ by 112; the product also brings the numbers below the smallest normal one along.
+    // The exponents' biases differ by 112. The product converts subnormals too.
     float value;
     std::memcpy(&value, &rest, sizeof(value));
     value *= 0x1p112f;
@@ -89,7 +89,7 @@ inline void store(Half* to, Vec value) {
 }
 #endif
 
-// `count` numbers from one type to the other.
+// Converts `count` elements.
 template <typename From, typename To>
 inline void convert(const From* from, To* to, int64_t count) {
   int64_t i = 0;

@@ -10,11 +10,11 @@
 
 namespace ring {
 
-constexpr int64_t kPart = 128;  // of the rows that one query sees
+constexpr int64_t kPart = 128;  // rows in a part
 constexpr int kRowsAhead = 8;
 constexpr int kRowsTogether = kRegisters == 32 ? 4 : 2;
 
-// A row [D] in float32, in `room`.
+// A row [D] as float32, written to `room`.
 inline const float* as_floats(Int8Rows row, int64_t head_dim, float* room) {
   int64_t d = 0;
   for (; d + kWidth <= head_dim; d += kWidth) store(room + d, load(row.integers + d) * *row.scales);
@@ -22,15 +22,15 @@ inline const float* as_floats(Int8Rows row, int64_t head_dim, float* room) {
   return room;
 }
 
-// The numbers behind rows, of integers without their scales.
+// The elements of rows; of int8 rows, without their scales.
 template <typename E>
 inline const E* numbers(const E* rows) { return rows; }
 inline const int8_t* numbers(Int8Rows rows) { return rows.integers; }
 
 typedef uint8_t Bytes __attribute__((vector_size(kWidth * 4)));
 
-// Every lane of `sums` plus the products of four numbers of a key, to which kBias was added, with four of a query. x86
-// multiplies numbers without a sign with such that have one: 128 more takes the signs away.
+// Adds to every lane of `sums` the products of four elements of a key, to which kBias was added, with four of a query.
+// x86 multiplies unsigned with signed integers: adding 128 makes the key unsigned.
 #if defined(__AVX512VNNI__)
 constexpr bool kIntegerDots = true;
 constexpr uint8_t kBias = 128;
@@ -61,7 +61,7 @@ inline Bytes load_bytes(const int8_t* from, int64_t count = sizeof(Bytes)) {
   return out;
 }
 
-// dots[g * kPart + i] of rows i .. i + R - 1 with G heads of the query; `less` [G] starts every sum at what kBias adds.
+// dots[g * kPart + i] of rows i .. i + R - 1 with G heads of the query; sums start at `less` [G].
 template <int G, int R>
 inline void integer_dots(
     int64_t head_dim, int64_t row_size, const int8_t* query, const IntVec* less, const int8_t* const* keys,

@@ -1,8 +1,8 @@
 // Attention of one query.
 //
-// All G query heads of a KV head go over its rows together, so that a row comes from memory once, and the rows are
-// split into parts of kPart, so that the threads share them whatever the number of heads. Every part leaves its largest
-// score, its sum and its weighted values; they are brought to one maximum at the end.
+// All G query heads of a KV head go over its rows together, so a row is read from memory once. The rows are split into
+// parts of kPart, so that threads share them whatever the number of heads. Every part keeps its largest score, its sum
+// and its weighted values; at the end they are rescaled to one maximum and added.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@ constexpr int kHeadsTogether = 4;
 template <int G, int R, typename E>
 inline void single_dots(
     const Attention<E>& a, const float* query, const E* const* rows, const E* const* values, float* dots) {
-  // The rows have gone out of the caches since the last token, and the hardware follows them to the end of a page only.
+  // The rows have left the processor's caches since the last token, and hardware prefetch stops at the end of a page.
   const int64_t row_size = a.row_size();
   constexpr int64_t line = 64 / sizeof(E);
   Vec sums[G * R] = {};
@@ -89,7 +89,7 @@ inline void single_values(
   }
 }
 
-// What a part leaves for the G heads from `head` on: largest score [G], sum of weights [G], weighted values [G, D].
+// The result of a part for the G heads from `head` on: largest score [G], sum of weights [G], weighted values [G, D].
 template <int G, typename E>
 void single_part(
     const Attention<E>& a, int64_t head, const float* query, int64_t begin, int64_t end, float* largest, float* sums,
@@ -109,7 +109,7 @@ void single_part(
     }
     index[count++] = t;
   }
-  if (!count) {  // by this the rest of what it leaves is known not to matter
+  if (!count) {  // this maximum says that the part's other results are not to be read
     std::fill(largest, largest + G, kNever);
     return;
   }

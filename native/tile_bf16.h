@@ -1,5 +1,5 @@
-// The products of a tile in bfloat16 with sums in float32, two products a lane and instruction: twice what float32
-// does. For rows that were rounded when they were stored. int8 is exact in it, and its scales come afterwards.
+// The products of a tile in bfloat16 with sums in float32: two products per lane and instruction, twice as many as in
+// float32. For rows that were rounded when they were stored. int8 is exact in bfloat16; its scales come afterwards.
 #pragma once
 
 #if defined(__AVX512BF16__) || (defined(__aarch64__) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC))
@@ -122,7 +122,7 @@ class Bf16Tile {
     }
   }
 
-  // The rows that are next, at most kBlock.
+  // Converts the next rows, at most kBlock.
   void take(const Rows* keys, const Rows* values, int64_t count) {
     count_ = count;
     for (int64_t i = 0; i < count; ++i) {
@@ -186,7 +186,7 @@ class Bf16Tile {
  private:
   static constexpr bool kScaled = std::is_same<E, int8_t>::value;
 
-  // Numbers d .. d + kWidth of a row without its scale, zeros after its end.
+  // Elements d .. d + kWidth of a row without its scale, zeros after its end.
   Vec part(Rows row, int64_t d) const {
     const E* from = numbers(row);
     if (d + kWidth <= head_dim_) return load(from + d);

@@ -10,8 +10,8 @@
 
 namespace ring {
 
-// scores[r][tile] = sum over d of rows[r][d] * packed[d][tile], summed by stretches of kStretch: the longer a sum in
-// float32, the more of its last terms it loses.
+// scores[r][tile] = sum over d of rows[r][d] * packed[d][tile], in partial sums of kStretch: a long float32 sum loses
+// the low bits of its last terms.
 template <int R>
 inline void tile_scores(const float* const* rows, const float* packed, int64_t head_dim, float* scores) {
   constexpr int64_t kStretch = 64;
@@ -63,7 +63,7 @@ inline void tile_values(
   }
 }
 
-// A row [D] in float32: itself, or a copy in `room`.
+// A row [D] as float32: the row itself, or a copy in `room`.
 inline const float* as_floats(const float* row, int64_t, float*) { return row; }
 inline const float* as_floats(const Half* row, int64_t head_dim, float* room) {
   convert(row, room, head_dim);
@@ -90,7 +90,7 @@ class FloatTile {
     for (int64_t d = 0; d < head_dim_; ++d) to[d * kTile] = from[d] * factor;
   }
 
-  // The rows that are next, at most kBlock.
+  // Takes the next rows, at most kBlock.
   void take(const Rows* keys, const Rows* values, int64_t count) {
     count_ = count;
     for (int64_t i = 0; i < count; ++i) {

@@ -40,7 +40,7 @@ inline Vec load(const int8_t* from) {
 #elif defined(__AVX2__)
   return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
 #elif defined(__aarch64__)
-  // GCC makes four conversions of single numbers of what is below.
+  // GCC compiles the line below to four scalar conversions.
   uint32_t lanes;
   std::memcpy(&lanes, from, sizeof(lanes));
   return (Vec)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u32(vdup_n_u32(lanes))))));
@@ -68,7 +68,7 @@ inline Vec pair_sums(Vec a, Vec b, std::index_sequence<I...>) {
 #endif
 }
 
-// Lane i is the sum of the lanes of vectors[i], which are used up; from `count` on they are zeros.
+// Lane i is the sum of the lanes of vectors[i]; lanes from `count` on are zero. `vectors` is overwritten.
 inline Vec sums_of(Vec (&vectors)[kWidth], int count) {
 #pragma GCC unroll 8
   for (int left = kWidth / 2; left; left /= 2) {

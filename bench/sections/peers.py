@@ -209,9 +209,10 @@ machine.
 - `prefill N`: N tokens over the seconds from an empty cache to the first greedy token. `decode N`: greedy tokens a
   second after a context of N. Contexts above {SHORT:,} are measured once.
 - `peak MB`: the largest resident set after conversations of up to {SHORT:,} tokens, less that of the bare process
-  (interpreter and imports); `long peak MB`: after the longest one. **What a peak counts differs**: a peer that maps its
-  file with mmap has the pages it touched in its peak, although the system could take them back. Where they are given,
-  `anonymous MB` is what the process wrote and `file pages MB` what it mapped.
+  (interpreter and imports); `long peak MB`: after the longest one. **What a peak counts differs**: whoever maps a file
+  has the pages it touched in its peak, although the system could take them back. (ExecuTorch's Python binding locks
+  what it reads of a program; an app maps it without locking.) So, where they were measured: `anonymous MB`, what the
+  process wrote, and `file pages MB`, what it mapped, after conversations of up to {SHORT:,} tokens.
 - `first token s`: loading and a prompt of 128 tokens in a fresh process, imports done, the file in the system's cache.
 - NLL and KL divergence: against Transformers in float32, over 1,000 tokens of English after 512, one token a call.
 - `export`: CPU seconds of making the bundle or converting the model, and the peak memory of its largest process.

@@ -61,7 +61,9 @@ class ProgramKind:
             f"program {self.name}",
             got=f"{query_len} token{'' if query_len == 1 else 's'}",
             expected=f"exactly {self.min_query_len}" if single else f"{self.min_query_len} or {most}",
-            repair=f"Run {'single tokens' if query_len == 1 else 'chunks'} through `{'` or `'.join(others)}`.",
+            repair=f"Run {'single tokens' if query_len == 1 else 'chunks'} through `{'` or `'.join(others)}`."
+            if others
+            else "Give it at least one token.",
         )
 
 

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import operator
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import GLOBAL, SLIDING, decoder_of, model
 from torch.fx import Graph, GraphModule, Node, symbolic_trace
 from torch.fx.passes.tools_common import legalize_graph
 
-from exporter.backends.executorch import graphs
-from exporter.backends.executorch import lower as lowering
-from exporter.backends.executorch.lower import lower
-from exporter.programs import Limits, trace
-from exporter.quantization import quantize
-from exporter.spec import PROGRAMS, QuantizationSpec
-
-LIMITS = Limits(max_context_length=64, max_prefill_chunk=32)
+from exporter.tricks.deferred_code import deferred_code
+from exporter.tricks.sorted_in_place import sort_in_place
 
 
 class Twice(torch.nn.Module):
@@ -30,30 +21,29 @@ class Twice(torch.nn.Module):
         return x * 2
 
 
-def test_a_module_called_runs_the_graph_as_it_was_last_said_to_be() -> None:
+def test_a_module_called_runs_the_graph_as_it_was_last_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[GraphModule] = []
-    original = graphs._compile
+    original = GraphModule.recompile
 
     def counted(module: GraphModule) -> Any:
         compiled.append(module)
         return original(module)
 
     x = torch.ones(2)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(graphs, "_compile", counted)
-        with graphs.graphs_kept_cheap():
-            module = symbolic_trace(Twice())
-            product = next(node for node in module.graph.nodes if node.op == "call_function")
-            product.args = (product.args[0], 3)
-            module.recompile()
-            assert not compiled
-            assert module(x).tolist() == [3, 3] and module(x).tolist() == [3, 3]
-            assert compiled == [module]
-            product.args = (product.args[0], 4)
-            module.recompile()
-            copied = copy.deepcopy(module)
-            assert compiled == [module]
-        assert module(x).tolist() == [4, 4] and copied(x).tolist() == [4, 4]
+    monkeypatch.setattr(GraphModule, "recompile", counted)
+    with deferred_code():
+        module = symbolic_trace(Twice())
+        product = next(node for node in module.graph.nodes if node.op == "call_function")
+        product.args = (product.args[0], 3)
+        module.recompile()
+        assert not compiled and str(module), "a module without code is printed all the same"
+        assert module(x).tolist() == [3, 3] and module(x).tolist() == [3, 3]
+        assert compiled == [module]
+        product.args = (product.args[0], 4)
+        module.recompile()
+        copied = copy.deepcopy(module)
+        assert compiled == [module]
+    assert module(x).tolist() == [4, 4] and copied(x).tolist() == [4, 4]
     product.args = (product.args[0], 5)
     module.recompile()
     assert module(x).tolist() == [5, 5] and "5" in module.code
@@ -84,7 +74,7 @@ def test_sorted_in_place_as_into_a_new_graph(seed: int) -> None:
     module = tangle(seed)
     before = [node.name for node in module.graph.nodes]
     wanted = described(legalize_graph(tangle(seed)))
-    assert described(graphs.sort_in_place(module)) == wanted
+    assert described(sort_in_place(module)) == wanted
     assert [name for name, *_ in wanted] != before
     keys = [node._sort_key for node in module.graph.nodes]
     assert keys == sorted(set(keys)), "a node knows its place by its key"
@@ -92,32 +82,9 @@ def test_sorted_in_place_as_into_a_new_graph(seed: int) -> None:
     module.graph.lint()
 
 
-def test_a_circle_is_no_order() -> None:
+def test_a_cycle_is_no_order() -> None:
     module = tangle(0)
     first = next(node for node in module.graph.nodes if node.op == "call_function" and node.users)
     first.args = (next(iter(first.users)), first.args[1])
-    with pytest.raises(RuntimeError, match="circle"):
-        graphs.sort_in_place(module)
-
-
-@pytest.mark.parametrize("linear", ["none", "int8"])
-def test_cheap_graphs_change_no_byte(linear: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    decoder = decoder_of(model(SLIDING, GLOBAL), kernels="executorch", context=64)
-    quantize(decoder, QuantizationSpec(linear=linear))
-    sorted_in_place: list[int] = []
-    original = graphs.sort_in_place
-
-    def counted(module: GraphModule) -> GraphModule:
-        sorted_in_place.append(len(module.graph.nodes))
-        return original(module)
-
-    monkeypatch.setattr(graphs, "sort_in_place", counted)
-
-    def data() -> bytes:
-        lower({name: trace(decoder, kind, LIMITS) for name, kind in PROGRAMS.items()}, tmp_path / "model.pte")
-        return (tmp_path / "model.pte").read_bytes()
-
-    cheap, count = data(), len(sorted_in_place)
-    assert count > 4, "a call for every delegate"
-    monkeypatch.setattr(lowering, "graphs_kept_cheap", contextlib.nullcontext)
-    assert data() == cheap and len(sorted_in_place) == count
+    with pytest.raises(RuntimeError, match="cycle"):
+        sort_in_place(module)

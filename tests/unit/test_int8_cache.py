@@ -119,7 +119,7 @@ def logits_of(spec: ModelSpec, dtype: CacheDType, kernels: str, splits: list[int
 @pytest.mark.parametrize("name", ERRORS)
 def test_the_error_is_the_measured_one_past_three_turns_of_the_ring(name: str, kernels: str) -> None:
     got, want = (logits_of(SPECS[name], dtype, kernels, [1] * 60) for dtype in ("int8", "float32"))
-    differences = verify.Differences("float")
+    differences = verify.Differences("float", "executorch")
     for row, other in zip(got[24:], want[24:], strict=True):
         differences.add(row, other)
     seen, size = differences.comparison(), float(want.abs().max())

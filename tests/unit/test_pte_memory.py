@@ -5,21 +5,24 @@ from __future__ import annotations
 import ctypes
 import gc
 from pathlib import Path
+from typing import Any
 
 import executorch
 import pytest
 import torch
+from executorch.runtime import Program as ExecuTorchProgram
+from exporter.backends.executorch.program import check_codes
 from tiny_models import GLOBAL, SLIDING, decoder_of, model
 from torch.export import export
 
-from exporter.backends.executorch.build import check_codes
-from exporter.backends.executorch.lower import lower
+from exporter.backends.executorch import lower
+from exporter.backends.executorch.ring_kernels import executorch_root
 from exporter.backends.executorch.runtime import PteProgram, _loaded, one_torch_thread, prepare
-from exporter.backends.executorch.xnnpack import BACKEND, WEIGHT_CACHE, BackendOption, share_packed_weights
 from exporter.errors import UnsupportedModelError
 from exporter.quantization import quantize
 from exporter.quantization.modules import QuantizedLinear
 from exporter.spec import QuantizationSpec
+from exporter.tricks.packed_weights import BACKEND, WEIGHT_CACHE, BackendOption, packed_weights
 
 GET_OPTION = "_ZN10executorch7runtime10get_optionEPKcNS0_4SpanINS0_13BackendOptionEEE"
 
@@ -46,21 +49,30 @@ class Scaled(torch.nn.Module):
         return self.linear(x)
 
 
-def test_the_first_program_shares_packed_weights_and_none_beside_it(tmp_path: Path) -> None:
+def test_the_first_program_shares_packed_weights_and_none_beside_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     prepare()
-    share_packed_weights(True)
-    assert shares()
-    share_packed_weights(False)
+    with packed_weights(executorch_root() / "lib"):
+        assert shares()
     assert not shares()
     gc.collect()
     assert not _loaded, "a program of another test is alive"
+    while_loading: list[bool] = []
+    load = ExecuTorchProgram.load_method
+
+    def watched(self: ExecuTorchProgram, name: str) -> Any:
+        while_loading.append(shares())
+        return load(self, name)
+
+    monkeypatch.setattr(ExecuTorchProgram, "load_method", watched)
     x = torch.randn(1, 4, 32, generator=torch.Generator().manual_seed(1))
     programs, results = [], []
     for scale in (0.25, 0.5):
         path = tmp_path / f"{scale}.pte"
         lower({name: export(Scaled(scale), (x,)) for name in ("prefill", "main")}, path)
         programs.append(PteProgram(path))
-        assert shares() == (scale == 0.25)
+        assert while_loading[-2:] == [scale == 0.25] * 2 and not shares()
         method = programs[-1]._methods["main"]
         assert method is not None
         results.append(method.execute([x])[0].clone())

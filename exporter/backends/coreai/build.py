@@ -85,15 +85,15 @@ def build(
 def check_traced(
     programs: Mapping[str, ExportedProgram], contracts: Mapping[str, ProgramContract]
 ) -> list[CheckResult]:
-    """What only the traced programs can show: the asset's program does not record the ranges of dynamic axes, and large
-    constants are out of reach.
+    """Check what only the traced programs show: the asset does not record the ranges of dynamic axes, and its large
+    constants are not read.
 
     Raises:
         GraphContractError: a check failed.
     """
     results = []
     for method, contract in contracts.items():
-        # Where writes go is shown on the asset: through stacks, every node is on the way from a state to itself.
+        # Where writes go is checked on the asset: over stacks, every traced node lies between a state and itself.
         flow = flow_of(programs[method], contract.input_names, positions=False)
         results.append(dynamic_ranges(programs[method], flow, Trace(flow), contract))
         results.append(finite_constants(programs[method], flow, contract))
@@ -102,14 +102,14 @@ def check_traced(
 
 
 def apples_word(kind: CacheKind) -> str:
-    """What Apple's metadata calls a state. A ``fixed`` one turns off going back to a shorter conversation."""
+    """The kind of a state in Apple's metadata. A ``fixed`` state forbids rewinding to a shorter conversation."""
     if kind.grows:
         return "kv_cache"
     return "sliding_cache" if kind.rewinds else "fixed"
 
 
 def beside(manifest: Manifest) -> dict[str, str]:
-    """Apple's `metadata.json`, which finds `tokenizer/` beside itself."""
+    """Apple's `metadata.json`; its runtime finds `tokenizer/` beside it."""
     metadata = {
         "metadata_version": "0.2",
         "kind": "llm",

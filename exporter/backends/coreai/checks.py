@@ -87,8 +87,8 @@ def by_layer(contract: ProgramContract) -> ProgramContract:
 
 
 def no_whole_state_copy(function: Function, flow: StateFlow, contract: ProgramContract) -> CheckResult:
-    """A stack is only sliced by layer and updated by rows of one layer, always as it was last written, and nothing else
-    is as large as a stack."""
+    """A stack is only sliced by layer and updated by rows of one layer, always in its latest version, and no other
+    value is as large as a stack."""
     problems = [*flow.whole, *flow.stale]
     stacks = {state.type.shape: state.name for state in function.states if flow.layers[state.name] > 1}
     for operation in function.operations:
@@ -103,7 +103,7 @@ def no_whole_state_copy(function: Function, flow: StateFlow, contract: ProgramCo
 
 
 def finite_constants(function: Function, contract: ProgramContract) -> CheckResult:
-    """No infinity or NaN among the constants that are written into the program's text."""
+    """No infinity or NaN among the constants in the program's text."""
     count, problems = 0, []
     for operation, kind in function.constants():
         if operation.constant is not None and not kind.is_integer:
@@ -116,8 +116,8 @@ def finite_constants(function: Function, contract: ProgramContract) -> CheckResu
 def dynamic_axes(
     function: Function, contract: ProgramContract, ranges: Mapping[str, list[list[int]]] | None = None
 ) -> CheckResult:
-    """Names, dtypes and axes are those of the interface: dynamic exactly where a dimension has a name. The program
-    records which axes are dynamic; the ranges that stand in the asset's metadata, if any do, are the declared ones."""
+    """Names, dtypes and axes are those of the interface: dynamic exactly where a dimension has a name. The ranges in
+    the asset's metadata, if there are any, are the declared ones."""
     problems, dynamic = [], []
     if ranges is not None and ranges != (declared_ranges := ranges_of([contract])[contract.method]):
         problems.append(f"the ranges recorded are {dict(ranges)}, declared {declared_ranges}")
@@ -151,8 +151,8 @@ def last_token_logits_only(function: Function, contract: ProgramContract) -> Che
 
 
 def weights_stored_once(stored: StoredBlobs, contract: ProgramContract) -> CheckResult:
-    """No large constant of the file repeats another, neither as it is nor with its numbers in another order: a tied
-    head kept a second time, transposed, would be one."""
+    """No large constant of the file repeats another, as it is or with its numbers in another order, such as a tied head
+    stored a second time, transposed."""
     problems = []
     if stored.repeated:
         sizes = ", ".join(str(blob.size) for blob in stored.repeated)

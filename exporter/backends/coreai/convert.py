@@ -3,8 +3,8 @@
 Letters: L layers of a stack, K KV heads, D head_dim.
 
 Each method is traced by itself over the stacked states ``[L, rows, K, D]`` and decomposed by coreai-torch's own table;
-both go into one program. Constants are stored by their content, so what both functions hold is stored once, a tied
-embedding and head too.
+both go into one program. Constants are stored by their content, so a constant of both functions is stored once, and so
+is a tied embedding.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _refusal(error: Exception) -> UnsupportedModelError:
 
 
 def without_assertions(program: ExportedProgram) -> ExportedProgram:
-    """Drop the run-time assertions over shapes, for which the format has no operator."""
+    """Drop run-time assertions over shapes; the format has no operator for them."""
     graph = program.graph_module.graph
     for node in reversed(list(graph.nodes)):
         target = str(node.target)

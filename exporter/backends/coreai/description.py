@@ -38,7 +38,7 @@ def _function(function: Function, ranges: Mapping[str, Sequence[Sequence[int]]])
 
 
 def _row(argument: Argument, ranges: Sequence[Sequence[int]] | None) -> Row:
-    """A dynamic axis is any length where the asset has no range for it."""
+    """A dynamic axis without a range in the asset accepts any length."""
     sizes = []
     for axis, n in enumerate(argument.type.shape):
         if n is not None:
@@ -49,7 +49,7 @@ def _row(argument: Argument, ranges: Sequence[Sequence[int]] | None) -> Row:
 
 
 def weight_bytes(functions: Mapping[str, Function]) -> dict[str, int]:
-    """Bytes of the large constants by dtype, each counted once though both functions use it."""
+    """Bytes of the large constants by dtype; a constant of both functions counts once."""
     stored = {
         operation.resource: kind
         for function in functions.values()

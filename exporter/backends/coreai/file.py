@@ -1,7 +1,7 @@
 """A Core AI program as plain data, read from a saved asset.
 
 An asset is a directory with one MLIR bytecode file, ``main.mlirb``. Its functions are straight-line and in SSA form:
-a state is an argument of handle type, ``read_handle`` yields what it holds, ``write_handle`` replaces that. Values are
+a state is an argument of handle type, ``read_handle`` yields its content, ``write_handle`` replaces it. Values are
 numbered; an operation refers to them by number.
 """
 
@@ -25,10 +25,10 @@ from exporter.errors import BundleError
 BYTECODE, HASH = "main.mlirb", "main.hash"
 """The files of an asset that hold its program and the SHA-256 of that."""
 INLINE_ELEMENTS = 4096
-"""Constants up to this size are read into memory; the larger ones are weights, of which only the place is known."""
+"""Constants up to this size are read into memory; larger ones are weights, of which only the place is read."""
 _NUMPY = {"i1": "?", **{f"si{bits}": f"i{bits // 8}" for bits in (8, 16, 32, 64)}}
 _NUMPY |= {f"ui{bits}": f"u{bits // 8}" for bits in (8, 16, 32, 64)} | {"f16": "f2", "f32": "f4"}
-"""Element types that numpy has too: a Python buffer of any other ends the process (coreai-core 1.0.0b3)."""
+"""Element types that numpy has too: a Python buffer of any other type crashes the process (coreai-core 1.0.0b3)."""
 _TENSOR = re.compile(r"tensor<((?:(?:\d+|\?)x)*)(\w+)>")
 _RESOURCE = re.compile(r"dense_resource<([^>]+)>")
 
@@ -46,7 +46,7 @@ class TensorType:
 
     @property
     def elements(self) -> int:
-        """How many elements; a dynamic tensor has none to count."""
+        """Number of elements; only for a static shape."""
         return 0 if None in self.shape else math.prod(n for n in self.shape if n is not None)
 
     @property
@@ -99,7 +99,7 @@ class Function:
 
     @cached_property
     def uses(self) -> dict[int, list[tuple[Operation, int]]]:
-        """Who takes each value, and as which operand."""
+        """The users of each value, and the operand as which they take it."""
         uses: dict[int, list[tuple[Operation, int]]] = {}
         for operation in self.operations:
             for place, value in enumerate(operation.operands):
@@ -144,7 +144,7 @@ def _read_functions(path: Path) -> dict[str, Function]:
 
 
 def _check_hash(path: Path) -> None:
-    """Compare the bytecode with the hash beside it: coreai-core 1.0.0b3 ends the process over bytes it cannot parse."""
+    """Compare the bytecode with the hash beside it: coreai-core 1.0.0b3 crashes on bytes it cannot parse."""
     try:
         expected = (path / HASH).read_bytes()
         with (path / BYTECODE).open("rb") as file:

@@ -1,4 +1,4 @@
-"""That every write of a Core AI function lands where the definition says, computed from the function itself.
+"""Shows that every write of a Core AI function goes to the rows of the definition, computed from the function itself.
 
 Letters: Q query_len, S seq_len, C capacity of a ring.
 """
@@ -21,7 +21,7 @@ def write_index_is_definition(function: Function, flow: StateFlow, contract: Pro
     """A write of rows covers exactly those of positions S - Q .. S - 1 (``(S - Q) mod C`` of a ring), computed from the
     function's own integers for sampled lengths.
 
-    A ring rewritten by a gather covers all of its rows; which come from where `writes_land_on_their_rows` shows.
+    A ring rewritten by a gather covers all of its rows; `writes_land_on_their_rows` checks which row comes from where.
     """
     states = contract.positional
     problems, shown = [], set()
@@ -62,7 +62,7 @@ def written_rows(values: Values, write: LayerWrite, rows: int) -> range:
 
 
 def shapes_of(function: Function, contract: ProgramContract, lengths: Lengths) -> dict[str, tuple[int, ...]]:
-    """The concrete shape of every argument in a call of these lengths; a growing state has as few rows as will do."""
+    """The concrete shape of every argument in a call of these lengths; a growing state has as few rows as possible."""
     ids = zip(function.inputs, (lengths.query_len, lengths.seq_len), strict=True)
     shapes: dict[str, tuple[int, ...]] = {argument.name: (1, n) for argument, n in ids}
     rows = max(lengths.seq_len, contract.interface.dims.get("rows", (1, 1))[0])
@@ -72,8 +72,8 @@ def shapes_of(function: Function, contract: ProgramContract, lengths: Lengths) -
 
 
 def writes_land_on_their_rows(function: Function, flow: StateFlow, contract: ProgramContract) -> CheckResult:
-    """Played for concrete lengths: with each row of a layer standing for its position, and each row of the chunk for
-    its own, the function's own operators leave every position on the row that the definition gives it."""
+    """Computed for concrete lengths: every row of a layer and of the chunk holds its position, and after the function's
+    own operators every position is on the row that the definition gives it."""
     states = dict(contract.positional)
     problems, lengths = [], played_lengths(contract)
     for write in flow.writes:
@@ -129,7 +129,7 @@ def play(
 
 
 def chunks(function: Function, flow: StateFlow, write: LayerWrite) -> Iterator[int]:
-    """The activations that an update is made of: what it takes beside the layer's own old rows and integers."""
+    """The activations in an update: its inputs except the layer's own old rows and integers."""
     carrying = carried(function, flow, write.state, write.layer)
     open_values, seen = [write.update], set()
     while open_values:

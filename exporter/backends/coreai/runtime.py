@@ -22,7 +22,7 @@ BYTECODE, MAGIC = "main.mlirb", b"ML\xefR"
 
 
 def prepare(threads: int | None) -> int | None:
-    """See `RuntimeModule.prepare`; the interpreter itself takes as many threads as it chooses."""
+    """See `RuntimeModule.prepare`; the interpreter chooses its number of threads itself."""
     optional("coreai.authoring", "coreai")
     optional("coreai.runtime", "coreai")
     return threads
@@ -51,13 +51,13 @@ class AimodelProgram:
         self._loop = _Loop()
         names = {method: own.function or method for method, own in spec.methods.items()}
         try:
-            # The interpreter ends the process over other bytes; that they are the right ones is the bundle's checksum.
+            # The interpreter crashes the process on damaged bytes; the bundle's checksum has excluded those.
             with (path / BYTECODE).open("rb") as file:
                 if file.read(len(MAGIC)) != MAGIC:
                     raise _refusal(path, f"{BYTECODE} is no MLIR bytecode")
             with native_stderr_hidden():
                 self._asset = authoring.AIModelAsset.load(path).executable()
-                # What it unpacked for the interpreter is removed on exit.
+                # The files unpacked for the interpreter are removed on exit.
                 model = self._loop.run(self._asset.__aenter__())
                 self._functions = {method: model.load_function(name) for method, name in names.items()}
             weakref.finalize(self, _close, self._loop, self._asset)
@@ -93,7 +93,7 @@ def _refusal(path: Path, reason: str) -> BundleError:
 
 
 class _Loop:
-    """An event loop on a thread of its own: the interpreter's calls are coroutines, and the caller may be in a loop."""
+    """An event loop in its own thread: the interpreter's calls are coroutines, and the caller may have a loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()

@@ -2,7 +2,7 @@
 
 from exporter.backends.base import Effort, FormatTraits
 from exporter.backends.coreai.options import CoreAIOptions
-from exporter.spec.checks import FLOW_CHECKS
+from exporter.spec.checks import FILE_CHECKS, FLOW_CHECKS
 
 TRAITS = FormatTraits(
     name="coreai",
@@ -14,10 +14,13 @@ TRAITS = FormatTraits(
     state_dtype="float32",
     cache_dtypes=("float32", "float16"),
     decoder_is_rounded=False,
-    checks=(*FLOW_CHECKS, "writes_land_on_their_rows", "weights_stored_once"),
+    checks=(
+        *(name for name in FLOW_CHECKS if name not in {"no_scalar_read_from_data", "no_tensor_remainder"}),
+        *FILE_CHECKS, "writes_land_on_their_rows",
+    ),
     self_describing=True,
     effort=Effort(700, 32, (512,), tail=64),  # its interpreter takes as long for a token as for a chunk of 61
     distributions=("coreai-core", "coreai-torch", "coreai-opt"),
     extra="coreai",
     platforms="macOS and for Linux on x86-64 with glibc 2.34",
-)
+)  # fmt: skip

@@ -1,9 +1,9 @@
-"""How a converted program keeps its weights. Arithmetic is float32 whatever they are stored as.
+"""How a converted program stores its weights. Arithmetic is float32 in any case.
 
-Every reduced weight is a constant in front of ``blockwise_shift_scale``, the operator Core AI has for stored integers,
-which takes float16 as well; a conversion of a constant back to float32 would be folded into it. It is reduced as soon
-as the converter meets its parameter: the compiler keeps every constant it has ever seen for as long as the program
-lives, and the float32 matrices would be among them.
+Every reduced weight is a constant in front of ``blockwise_shift_scale``, Core AI's operator for stored integers, which
+takes float16 as well; a plain conversion of a constant to float32 would be folded away. A weight is reduced when the
+converter meets its parameter: the compiler keeps every constant it has seen as long as the program lives, so float32
+matrices would stay in memory.
 
 Letters: N output channels (rows), K input channels, g groups a row.
 """
@@ -23,7 +23,7 @@ from exporter.quantization.modules import pack_nibbles
 from exporter.spec import GridSpec
 
 ROOT = "decoder."
-"""Where a traced program has the decoder whose parameters are named."""
+"""Prefix of the decoder's parameters in a traced program."""
 
 
 class _Constants(NamedTuple):
@@ -39,8 +39,8 @@ class _Constants(NamedTuple):
 def converter(kept: Mapping[str, GridSpec]) -> Any:
     """A ``TorchConverter`` that keeps each parameter of the decoder named in `kept` in that form.
 
-    Its ``to_coreai`` raises UnsupportedModelError where a weight is no finite float16. coreai-torch offers no way to
-    say how a parameter is to be kept; what is overridden here is where it makes a constant of one.
+    Its ``to_coreai`` raises UnsupportedModelError where a weight is not finite in float16. coreai-torch has no option
+    for how a parameter is stored; this overrides the method that makes a constant of one.
     """
     base = library("coreai_torch").TorchConverter
     operation = library("coreai._compiler.dialects.coreai").ConstantOp
@@ -84,25 +84,25 @@ def _constants(weight: torch.Tensor, kept: GridSpec) -> _Constants:
 
 
 def _attribute(values: np.ndarray) -> Any:
-    """An array as a constant; equal ones are one in the file, and one of equal numbers takes no room."""
+    """An array as a constant. Equal arrays are one constant in the file; an array of equal numbers takes no room."""
     return library("coreai._compiler.dialects.coreai.constant").create_constant_attr(values)
 
 
 def _nibbles(codes: np.ndarray) -> Any:
-    """int8 in -8 .. 7 as a constant of 4-bit integers, of which numpy has none that the compiler takes."""
+    """int8 in -8 .. 7 as a constant of 4-bit integers; numpy has no 4-bit type that the compiler takes."""
     ir, constants = library("coreai._compiler.ir"), library("coreai._compiler.dialects.coreai.constant")
     integer = ir.IntegerType.get_signed(4)
     kind = ir.RankedTensorType.get(codes.shape, integer)
     if codes.min() == codes.max():
         return ir.DenseElementsAttr.get_splat(kind, ir.IntegerAttr.get(integer, int(codes.flat[0])))
-    packed = pack_nibbles(torch.from_numpy(codes.reshape(1, -1))) ^ 0x88  # two's complement, not counted from -8
+    packed = pack_nibbles(torch.from_numpy(codes.reshape(1, -1))) ^ 0x88  # two's complement, not an offset from -8
     return constants.create_elements_attr(ir.Location.unknown(), kind, packed.numpy())
 
 
 def _half(weight: torch.Tensor) -> np.ndarray:
     """`weight` rounded to float16."""
     half = weight.half().numpy()
-    if not (np.isfinite(half.max()) and np.isfinite(half.min())):  # a mask of so many numbers would take memory
+    if not (np.isfinite(half.max()) and np.isfinite(half.min())):  # a boolean mask of this size would take memory
         raise UnsupportedModelError(
             "Core AI weights",
             got=f"a weight of magnitude {float(weight.abs().max()):.3g}",

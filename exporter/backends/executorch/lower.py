@@ -6,12 +6,14 @@ of whole states and lists them among the outputs; `InPlaceStatePass` removes bot
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
 from executorch.exir.passes import MemoryPlanningPass, ToOutVarPass
 from torch._subclasses import FakeTensor, FakeTensorMode
@@ -19,14 +21,18 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassResult
 
-from exporter.backends.executorch.frugal import weights_held_once
-from exporter.backends.executorch.graphs import graphs_kept_cheap
 from exporter.backends.executorch.inputs import quantized_inputs_shared
 from exporter.backends.executorch.means import means_as_products
-from exporter.backends.executorch.partition import partitions_by_bits
-from exporter.backends.executorch.passes import WholeOperators, needed_passes_only
 from exporter.backends.executorch.share import share_equal_bytes
 from exporter.machine import release_freed_memory
+from exporter.tricks.deferred_code import deferred_code
+from exporter.tricks.dependency_bits import dependency_bits
+from exporter.tricks.merged_edge_passes import merged_edge_passes
+from exporter.tricks.needed_passes import needed_passes
+from exporter.tricks.one_decomposition import one_decomposition
+from exporter.tricks.shared_copies import shared_copies
+from exporter.tricks.sorted_in_place import sorted_in_place
+from exporter.tricks.weights_on_disk import weights_on_disk
 
 
 class InPlaceStatePass(ToOutVarPass):
@@ -121,22 +127,39 @@ def _is_dead_buffer(node: Node) -> bool:
     return node.op == "call_function" and not node.users and is_buffer
 
 
+TRICKS = (
+    needed_passes,
+    merged_edge_passes,
+    one_decomposition,
+    deferred_code,
+    sorted_in_place,
+    dependency_bits,
+    shared_copies,
+)
+
+
+@contextlib.contextmanager
+def cheap(folder: Path) -> Iterator[None]:
+    """Lowering costs less inside and writes the same; large weights wait in `folder`."""
+    with contextlib.ExitStack() as stack:
+        for trick in TRICKS:
+            stack.enter_context(trick())
+        stack.enter_context(weights_on_disk(folder))
+        yield
+
+
 def lower(programs: Mapping[str, ExportedProgram], path: Path) -> None:
     """Write to `path` a `.pte` with one method for each program, linear algebra delegated to XNNPACK.
 
     `programs` are changed on the way."""
     for program in programs.values():
         means_as_products(program)
-    with (
-        tempfile.TemporaryDirectory(dir=path.parent) as folder, quantized_inputs_shared(), needed_passes_only(),
-        weights_held_once(Path(folder)), graphs_kept_cheap(),
-    ):  # fmt: skip
-        with partitions_by_bits():
-            edge = to_edge_transform_and_lower(
-                dict(programs),
-                partitioner={name: [WholeOperators()] for name in programs},
-                compile_config=EdgeCompileConfig(_check_ir_validity=False),
-            )
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder, quantized_inputs_shared(), cheap(Path(folder)):
+        edge = to_edge_transform_and_lower(
+            dict(programs),
+            partitioner={name: [XnnpackPartitioner()] for name in programs},
+            compile_config=EdgeCompileConfig(_check_ir_validity=False),
+        )
         config = ExecutorchBackendConfig(
             to_out_var_pass=InPlaceStatePass(),
             memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False),

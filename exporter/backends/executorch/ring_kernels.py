@@ -16,7 +16,6 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from exporter.backends.executorch.xnnpack import executorch_root
 from exporter.machine import CACHE
 
 SOURCES = Path(__file__).resolve().parents[3] / "native"
@@ -26,6 +25,13 @@ FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-DET_USE_THREADPOOL", "-DC10_
 # ARM's compilers name the processor, x86's its instructions.
 NATIVE = "-mcpu=native" if platform.machine().lower() in ("arm64", "aarch64") else "-march=native"
 LIBRARIES = ("executorch", "executorch_threadpool")
+
+
+def executorch_root() -> Path:
+    """The directory of the installed ExecuTorch, with its libraries and headers."""
+    import executorch
+
+    return Path(next(iter(executorch.__path__)))
 
 
 def compiler() -> str | None:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from exporter.backends.executorch.options import AttentionKernels, ExecutorchOptions
-from exporter.backends.executorch.ring_kernels import use_ring_kernels
-from exporter.backends.executorch.xnnpack import share_packed_weights
+from exporter.backends.executorch.ring_kernels import executorch_root, use_ring_kernels
 from exporter.errors import BundleError
 from exporter.quiet import native_stderr_hidden
 from exporter.spec import PROGRAMS, ProgramSpec
+from exporter.tricks.packed_weights import packed_weights
 
 
 def prepare(threads: int | None = None) -> int:
@@ -56,7 +56,7 @@ def one_torch_thread() -> Iterator[None]:
 
 
 _loaded: weakref.WeakSet[PteProgram] = weakref.WeakSet()
-"""The programs alive; the first of them shares packed weights among its methods."""
+"""The programs alive; the first of them shares packed weights among its methods, and none beside it may."""
 
 
 class PteProgram:
@@ -79,12 +79,12 @@ class PteProgram:
         from executorch.runtime import Runtime, Verification
 
         try:
-            share_packed_weights(not _loaded)
             # The registry is the process's, and a method looks its kernels up while it loads.
             use_ring_kernels(kernels == "ring")
-            # The bundle's checksum covers the whole file, so the runtime need not verify it again.
-            self._program = Runtime.get().load_program(path, verification=Verification.Minimal)
-            self._methods = {name: self._program.load_method(name) for name in methods}
+            with contextlib.nullcontext() if _loaded else packed_weights(executorch_root() / "lib"):
+                # The bundle's checksum covers the whole file, so the runtime need not verify it again.
+                self._program = Runtime.get().load_program(path, verification=Verification.Minimal)
+                self._methods = {name: self._program.load_method(name) for name in methods}
         except (RuntimeError, KeyError) as error:
             raise BundleError(
                 f"program {path.name}",
