@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import enum
 import gc
 import json
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-# One console on stderr for what happens, one on stdout for what was asked for.
+# One console on stderr for progress, one on stdout for results.
 messages = Console(stderr=True)
 output = Console()
 if not output.is_terminal:
@@ -183,13 +186,32 @@ def parse_overrides(pairs: list[str] | None) -> dict[str, Any]:
     return result
 
 
+def _exit_by_signal(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
+
+
+@contextlib.contextmanager
+def signals_that_clean_up() -> Iterator[None]:
+    """What asks a process to end (``docker stop``, a CI timeout, a closed terminal) unwinds it as Ctrl-C does, so that
+    no half bundle is left, and the exit code is a shell's for that signal. One that is ignored stays so (``nohup``)."""
+    asked = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+    for number in asked:
+        signal.signal(number, _exit_by_signal)
+    try:
+        yield
+    finally:
+        for number in asked:
+            signal.signal(number, signal.SIG_DFL)
+
+
 def main() -> None:
     """Run the command line; a `UserError` is one message on stderr and exit code 2."""
     quieten_libraries()
-    # As it ends Python searches all that there is for circles of references: two seconds for nothing.
+    # At exit Python's garbage collector would search all objects: two seconds for nothing.
     atexit.register(gc.freeze)
     try:
-        on_one_piece_of_stack(app)
+        with signals_that_clean_up():
+            on_one_piece_of_stack(app)
     except UserError as error:
         messages.print(f"[bold red]error:[/] {escape(str(error))}", markup=True, highlight=False, soft_wrap=True)
         sys.exit(error.exit_code)

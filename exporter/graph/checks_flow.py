@@ -11,7 +11,7 @@ _REMAINDERS = frozenset({"aten::remainder", "aten::remainder_", "aten::fmod", "a
 
 
 def check_flow(flow: Flow, trace: Trace, contract: ProgramContract) -> list[CheckResult]:
-    """Every check that needs no more than steps over values."""
+    """Every check that needs only steps over values."""
     return [
         *write_indices_from_shapes(flow, trace, contract),
         *orders(flow, contract),
@@ -86,7 +86,7 @@ def mutated_inputs_exactly_states(flow: Flow, contract: ProgramContract) -> Chec
 
 
 def no_scalar_read_from_data(flow: Flow, trace: Trace, contract: ProgramContract) -> CheckResult:
-    """No number of the program is read out of a tensor that holds data or weights."""
+    """No number of the program is read from a tensor of data or weights."""
     problems, allowed = [], []
     for index, step in enumerate(flow.steps):
         if step.operator not in SCALAR_READS:
@@ -100,6 +100,6 @@ def no_scalar_read_from_data(flow: Flow, trace: Trace, contract: ProgramContract
 
 
 def no_tensor_remainder(flow: Flow, contract: ProgramContract) -> CheckResult:
-    """No remainder of tensors: run times differ in its sign, and phones lack the kernel."""
+    """No remainder of tensors: runtimes differ in its sign, and phones lack the kernel."""
     found = [step.label for step in flow.steps if step.operator in _REMAINDERS]
     return contract.result("no_tensor_remainder", found, f"none among {len(flow.steps)} steps")

@@ -82,7 +82,7 @@ def test_layers_are_the_states_the_exporter_makes(tmp_path: Path) -> None:
     layers = [RING | {"rows": 11, "count": 2}, FULL, CONV_FORM, RING | {"rows": 11}]
     form = load(tmp_path, {"program": PROGRAM | {"layers": layers}}).program
     assert isinstance(form, ProgramForm)
-    ours, limits = form.states(), Limits(max_context_length=160, max_prefill_chunk=40)
+    ours, limits = form.states("executorch"), Limits(max_context_length=160, max_prefill_chunk=40)
     theirs = state_specs(spec, CachePolicy(ring_slack=3), 160)
     assert [(s.name, s.kind, s.role, s.max_rows, s.row_shape) for s in ours] == [
         (s.name, s.kind, s.role, s.max_rows, s.row_shape) for s in theirs

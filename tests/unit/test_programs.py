@@ -107,12 +107,9 @@ def test_a_program_of_any_format_is_called_by_the_convention_of_its_kind() -> No
         return run
 
     program = CheckedProgram(EagerProgram({name: method(name) for name in PROGRAMS}))  # type: ignore[misc]
-    for name, query_len, allowed in [
-        ("main", 1, True),
-        ("main", 2, False),
-        ("prefill", 2, True),
-        ("prefill", 1, False),
-    ]:
+    for name, query_len, allowed in (
+        ("main", 1, True), ("main", 2, False), ("prefill", 2, True), ("prefill", 1, False),
+    ):  # fmt: skip
         ids, positions = torch.zeros(1, query_len, dtype=torch.int64), torch.zeros(1, 9, dtype=torch.int64)
         if allowed:
             assert program.run(name, ids, positions, []).shape == (1, 3)

@@ -72,7 +72,6 @@ def build(
         options=options.model_dump(mode="json"),
         weights=options.described(recipe),
         recipe=recipe,
-        rounded=not recipe.is_float32,
         layout=TRAITS.layout,
         states=decoder.states,
         methods={method: own.interface for method, own in contracts.items()},
