@@ -101,7 +101,7 @@ def check_traced(
 
 
 def apples_word(kind: CacheKind) -> str:
-    """What Apple's metadata calls a state. A ``fixed`` one turns off going back to a shorter conversation."""
+    """The kind of a state in Apple's metadata. A ``fixed`` state forbids rewinding to a shorter conversation."""
     if kind.grows:
         return "kv_cache"
     return "sliding_cache" if kind.rewinds else "fixed"
