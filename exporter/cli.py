@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import enum
 import gc
 import json
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +23,7 @@ from exporter.errors import ConfigError, UserError
 from exporter.machine import on_one_piece_of_stack
 from exporter.quiet import native_stderr_hidden, quieten_libraries
 from exporter.tricks.rare_collections import rare_collections
+from exporter.units import in_unit
 
 app = typer.Typer(
     name="exporter",
@@ -74,7 +78,7 @@ def export(
     bundle = pipeline.export(config, target, Progress(messages))
     output.print(tables.comparisons_table(bundle.manifest.verification))
     total = sum(entry.bytes for entry in bundle.manifest.files.values())
-    output.print(f"{target}: {total / 1e6:.0f} MB, licence of the weights: {bundle.manifest.source.license}")
+    output.print(f"{target}: {in_unit(total, 'MB', 0)}, licence of the weights: {bundle.manifest.source.license}")
 
 
 @app.command()
@@ -94,10 +98,11 @@ def plan(
     """Print what the caches of a model will cost, full and as rings; nothing is exported and no weights are read."""
     from exporter import tables
     from exporter.architecture import read_planned
-    from exporter.plan import check_contexts, growths, parse_contexts, plan_contexts
+    from exporter.lengths import parse_lengths
+    from exporter.plan import check_contexts, growths, plan_contexts
     from exporter.plot import check_plot_path, write_plot
 
-    asked = None if contexts is None else parse_contexts(contexts)
+    asked = None if contexts is None else parse_lengths("--contexts", contexts)
     if plot is not None:
         check_plot_path(plot)
     planned = read_planned(model, parse_overrides(overrides))
@@ -181,13 +186,32 @@ def parse_overrides(pairs: list[str] | None) -> dict[str, Any]:
     return result
 
 
+def _exit_by_signal(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
+
+
+@contextlib.contextmanager
+def signals_that_clean_up() -> Iterator[None]:
+    """What asks a process to end (``docker stop``, a CI timeout, a closed terminal) unwinds it as Ctrl-C does, so that
+    no half bundle is left, and the exit code is a shell's for that signal. One that is ignored stays so (``nohup``)."""
+    asked = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+    for number in asked:
+        signal.signal(number, _exit_by_signal)
+    try:
+        yield
+    finally:
+        for number in asked:
+            signal.signal(number, signal.SIG_DFL)
+
+
 def main() -> None:
     """Run the command line; a `UserError` is one message on stderr and exit code 2."""
     quieten_libraries()
     # At exit Python's garbage collector would search all objects: two seconds for nothing.
     atexit.register(gc.freeze)
     try:
-        on_one_piece_of_stack(app)
+        with signals_that_clean_up():
+            on_one_piece_of_stack(app)
     except UserError as error:
         messages.print(f"[bold red]error:[/] {escape(str(error))}", markup=True, highlight=False, soft_wrap=True)
         sys.exit(error.exit_code)

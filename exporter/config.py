@@ -94,7 +94,7 @@ class ExportConfig(_Config):
 
     @model_validator(mode="after")
     def _caches_suit_the_targets(self) -> ExportConfig:
-        for dtype in dict.fromkeys(self.cache.dtypes.values()):
+        for dtype in dict.fromkeys(self.cache.dtypes):
             lacking = [target for target in self.targets if dtype not in traits(target).cache_dtypes]
             if lacking:
                 able = [traits(name).title for name in formats() if dtype in traits(name).cache_dtypes]

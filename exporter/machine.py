@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from exporter.units import in_unit
+
 Result = TypeVar("Result")
 
 CACHE = Path("~/.cache/ring-exporter")
@@ -27,8 +29,8 @@ def machine() -> str:
     if _PROCESSORS.exists():
         lines = _PROCESSORS.read_text(encoding="utf-8").splitlines()
         cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    return f"{os.cpu_count()} threads of {cpu}, {memory:.0f} GiB, Python {platform.python_version()}"
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return f"{os.cpu_count()} threads of {cpu}, {in_unit(memory, 'GiB', 0)}, Python {platform.python_version()}"
 
 
 def _status_bytes(key: str) -> int | None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from rich.console import Console
 
 from exporter.machine import peak_memory_bytes
+from exporter.units import in_unit
 
 Detail = Callable[[str], None]
 
@@ -39,5 +40,5 @@ class Progress:
 
             yield detail
         self.seconds[name] = time.perf_counter() - start
-        peak = f"peak {peak_memory_bytes() / 1e9:.2f} GB"
+        peak = f"peak {in_unit(peak_memory_bytes(), 'GB')}"
         self.console.print(f"  {name:<28}{self.seconds[name]:>8.1f} s   {peak:<14} {shown}", highlight=False)

@@ -6,6 +6,7 @@ Letters: V vocab_size. What the runs said is compared in `exporter.verify`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -86,14 +87,15 @@ def run_by_layers(manifest: Manifest, decoder: Decoder, calls: Calls, read: Read
     state.advance(calls.ids[: spans[-1][1]])
     with decoder.reading("embed_tokens", read):
         hidden = [decoder.embed(torch.tensor([calls.ids[start:end]])) for start, end in spans]
-    for n in range(len(decoder.layers)):
-        own = [state.tensors[i].narrow(0, place, 1) for i, place in decoder.layer_states[n]]
+
+    @contextmanager
+    def around(n: int) -> Iterator[None]:
         with decoder.reading(f"layers.{n}", read), floats_held(decoder.layers[n]):
-            for i, (start, end) in enumerate(spans):
-                turns = decoder.turns(end - start, start)
-                hidden[i] = decoder.apply_layer(
-                    n, hidden[i], turns, own, offset=start, write_first=program_for(end - start).write_first
-                )
+            yield
+
+    made = [decoder.call(end - start, start, program_for(end - start).write_first) for start, end in spans]
+    for _ in decoder.through_layers(hidden, made, lambda n: decoder.states_of(n, state.tensors), around):
+        pass
     last = torch.cat([rows[:, -1:] for rows in hidden], 1)
     with decoder.reading("norm", read), decoder.reading("lm_head", read):
         return Run(state, list(decoder.logits(last)[0]))

@@ -8,21 +8,8 @@ from rich.table import Table
 
 from exporter.describe import FileDescription
 from exporter.plan import ContextPlan, KindGrowth
-from exporter.spec import (
-    AttentionSpec,
-    CheckResult,
-    Comparison,
-    LayerSpec,
-    Manifest,
-    ModelSpec,
-    MoESpec,
-    RopeSpec,
-)
-from exporter.units import BINARY, DECIMAL, size
-
-
-def mib(size: int) -> str:
-    return f"{size / 2**20:.2f}"
+from exporter.spec import KINDS, CheckResult, Comparison, Manifest, ModelSpec
+from exporter.units import BINARY, DECIMAL, amount, size
 
 
 def _table(title: str, columns: Sequence[str], left: int = 1) -> Table:
@@ -32,44 +19,34 @@ def _table(title: str, columns: Sequence[str], left: int = 1) -> Table:
     return table
 
 
-def _rope(rope: RopeSpec | None) -> str:
-    if rope is None:
-        return "none"
-    scaling = "" if rope.scaling == "none" else f", {rope.scaling} x{rope.factor:g}"
-    return f"{rope.theta:g}{scaling}"
-
-
-def _layer_row(layer: LayerSpec) -> tuple[str, ...]:
-    feed = layer.feed_forward
-    mlp = f"{feed.num_experts_per_tok} of {feed.num_experts} experts x " if isinstance(feed, MoESpec) else ""
-    mlp += str(feed.intermediate_size)
-    mixer = layer.mixer
-    if not isinstance(mixer, AttentionSpec):
-        return ("conv", str(mixer.kernel_size), "-", "-", "-", "-", mlp)
-    window = "all" if mixer.window is None else str(mixer.window)
-    heads = (str(mixer.num_attention_heads), str(mixer.num_key_value_heads), str(mixer.head_dim))
-    return (mixer.kind, window, *heads, _rope(mixer.rope), mlp)
+_MIXER_COLUMNS = ("window", "heads", "KV heads", "head_dim", "RoPE base")
 
 
 def layers_table(model: ModelSpec) -> Table:
     """Runs of equal layers share a row."""
-    table = _table("layers", ("layers", "kind", "window", "heads", "KV heads", "head_dim", "RoPE base", "MLP"), left=2)
+    table = _table("layers", ("layers", "kind", *_MIXER_COLUMNS, "MLP"), left=2)
     start = 0
     for index, layer in enumerate(model.layers):
         following = model.layers[index + 1] if index + 1 < len(model.layers) else None
         if following != layer:
             name = str(start) if start == index else f"{start}-{index}"
-            table.add_row(name, *_layer_row(layer))
+            facts = layer.mixer.facts()
+            cells = [facts.get(column, "-") for column in _MIXER_COLUMNS]
+            table.add_row(name, layer.mixer.kind, *cells, layer.feed_forward.in_words())
             start = index + 1
     return table
 
 
-def plan_table(plans: Sequence[ContextPlan], units: str = "in MiB", show: Callable[[int], str] = mib) -> Table:
+def _in_mib(count: int) -> str:
+    return amount(count, "MiB")
+
+
+def plan_table(plans: Sequence[ContextPlan], units: str = "in MiB", show: Callable[[int], str] = _in_mib) -> Table:
     """State by context; `show` turns bytes into the text of a cell, `units` says in the title what it does."""
-    columns = ("context", "sliding", "global", "conv", "total", "full caches", "ratio")
-    table = _table(f"state {units} at context length", columns)
+    kinds = [k.label for k in KINDS.values() if k.listed or any(plan.kinds[k.label] for plan in plans)]
+    table = _table(f"state {units} at context length", ("context", *kinds, "total", "full caches", "ratio"))
     for plan in plans:
-        cells = [show(count) for count in (plan.sliding, plan.global_, plan.conv, plan.total, plan.full)]
+        cells = [show(count) for count in (*map(plan.kinds.__getitem__, kinds), plan.total, plan.full)]
         table.add_row(str(plan.context), *cells, f"{plan.full / plan.total:.2f}x" if plan.total else "-")
     return table
 

@@ -101,7 +101,7 @@ def state_difference(state: State, reference: State) -> float:
     theirs = dict(float_states(reference))
     for spec, ours in float_states(state):
         other = theirs[spec]
-        rows = min(state.length, ours.shape[1], other.shape[1]) if spec.kind != "conv" else ours.shape[1]
+        rows = min(spec.cache_kind.kept_rows(spec, state.length), ours.shape[1], other.shape[1])
         difference = (ours[:, :rows] - other[:, :rows]).abs()
         largest = max(largest, float(difference.nan_to_num(nan=torch.inf).max()))
     return min(largest, torch.finfo(torch.float32).max)  # JSON has no infinity

@@ -25,18 +25,19 @@ from torch import Tensor
 from exporter.bundle import Bundle
 from exporter.english import english_text
 from exporter.errors import ConfigError, RuntimeLimitError
+from exporter.lengths import BENCH_CONTEXTS, BENCH_PREFILLS
 from exporter.machine import ResidentParts, peak_memory_bytes, resident_bytes, resident_parts
+from exporter.units import BYTES
 from runtime_ref.programs import load_program, prepare_runtime
 from runtime_ref.sampling import best
 from runtime_ref.score import score
 from runtime_ref.session import Session
 from runtime_ref.tokenizer import Tokenizer
 
-PREFILLS, CONTEXTS = (128, 512, 2048), (128, 512, 2048, 8192, 32000)
 FIRST_PROMPT = 128
 REPEATS, DECODED = 3, 32
 SCORE_PREFIX, SCORED = 512, 1000
-BANDWIDTH_BYTES, BANDWIDTH_PASSES = 2**30, 5
+BANDWIDTH_BYTES, BANDWIDTH_PASSES = BYTES["GiB"], 5
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def bench(
     """
     manifest = bundle.manifest
     limit = manifest.max_context_length - DECODED
-    prefills, contexts = _fitting(prefills, PREFILLS, limit), _fitting(contexts, CONTEXTS, limit)
+    prefills, contexts = _fitting(prefills, BENCH_PREFILLS, limit), _fitting(contexts, BENCH_CONTEXTS, limit)
     if threads < 1:
         raise ConfigError("bench --threads", got=str(threads), expected="1 or more", repair="Take the cores you have.")
     ids = (list(ids) * (limit // len(ids) + 1))[:limit]

@@ -108,6 +108,11 @@ class ProgramContract:
     def of_kind(self, kind: str) -> tuple[StateSpec, ...]:
         return tuple(state for state in self.states if state.kind == kind)
 
+    @property
+    def positional(self) -> dict[str, StateSpec]:
+        """The states whose rows belong to positions, by name."""
+        return {state.name: state for state in self.states if state.cache_kind.positional}
+
     def result(self, name: str, problems: list[str], evidence: str) -> CheckResult:
         """A check's result: passed if there are no `problems`, which are the evidence otherwise."""
         assert name in known_checks(), f"{name} is not listed"

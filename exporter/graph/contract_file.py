@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator, model_validator
 
@@ -22,7 +22,8 @@ from exporter.graph.contract import (
     delegated_floor,
     known_checks,
 )
-from exporter.spec import CheckResult, DType, StateSpec, cache_states, laid_out, state_name
+from exporter.kinds import KINDS, Rows, StateForm, kind_of, one_of
+from exporter.spec import CheckResult, DType, StateSpec, laid_out
 
 Count = Annotated[StrictInt, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -37,23 +38,39 @@ class LayerForm(_Part):
 
     A ``ring`` or ``full`` layer has keys and values, `row_shape` ``[KV heads, head_dim]``, and where these are int8 a
     float32 scale for each row and KV head; a ``conv`` layer has one state, `row_shape` ``[hidden size]``. `rows` is the
-    number of a ring (its capacity) or a convolution; a full state grows to the context.
+    number of a state that does not grow; one that grows does so to the context. `dtype` is the format's own where it is
+    left out.
     """
 
-    kind: Literal["ring", "full", "conv"]
+    kind: str
     row_shape: tuple[Count, ...]
     rows: Count | None = None
     count: Count = 1
-    dtype: DType = "float32"
+    dtype: DType | None = None
+
+    @field_validator("kind")
+    @classmethod
+    def _kind_exists(cls, value: str) -> str:
+        return one_of(value, KINDS)
 
     @model_validator(mode="after")
-    def _rows_fit_the_kind(self) -> LayerForm:
-        if (self.rows is None) != (self.kind == "full"):
-            raise ValueError("rows for kind ring and conv, and none for full, which grows to max_context_length")
-        axes = 1 if self.kind == "conv" else 2
-        if len(self.row_shape) != axes:
-            raise ValueError(f"a row_shape of {axes} for kind {self.kind}, not {len(self.row_shape)}")
+    def _shape_fits_the_kind(self) -> LayerForm:
+        kind = kind_of(self.kind)
+        if (self.rows is None) != kind.grows:
+            named = [[k.name for k in KINDS.values() if k.grows == grows] for grows in (False, True)]
+            fixed, growing = map(" and ".join, named)
+            raise ValueError(f"rows for kind {fixed}, and none for {growing}, which grows to max_context_length")
+        if len(self.row_shape) != kind.row_axes:
+            raise ValueError(f"a row_shape of {kind.row_axes} for kind {self.kind}, not {len(self.row_shape)}")
+        if self.dtype not in (None, *kind.dtypes):
+            raise ValueError(f"a dtype among {', '.join(kind.dtypes)} for kind {self.kind}, not {self.dtype}")
         return self
+
+    def states(self, layer: int, max_context_length: int, dtype: DType) -> tuple[StateSpec, ...]:
+        """Of one of these layers, in `dtype` where none is said."""
+        rows = self.rows or max_context_length
+        form = StateForm(kind=self.kind, row_shape=self.row_shape)
+        return kind_of(self.kind).states(layer, form, Rows(rows, rows), self.dtype or dtype)
 
 
 class ProgramForm(_Part):
@@ -66,26 +83,10 @@ class ProgramForm(_Part):
 
     def states(self, format: str) -> tuple[StateSpec, ...]:
         """The states in the order of a program's inputs, named and laid out as the exporter does for `format`."""
-        found: list[StateSpec] = []
         forms = [form for form in self.layers for _ in range(form.count)]
-        for index, form in enumerate(forms):
-            rows = self.max_context_length if form.rows is None else form.rows
-            if form.kind == "conv":
-                found.append(
-                    StateSpec(
-                        name=state_name(index, "inputs"), layers=(index,), kind="conv", role="inputs", rows=rows,
-                        max_rows=rows, window=None, row_shape=form.row_shape, dtype=form.dtype,
-                    )
-                )  # fmt: skip
-            else:
-                found += cache_states(
-                    layer=index, kind=form.kind, rows=rows, max_rows=rows, window=None, dtype=form.dtype,
-                    row_shape=form.row_shape,
-                )  # fmt: skip
-        dtype = traits(format).state_dtype
-        if dtype is not None:
-            found = [state.model_copy(update={"dtype": dtype}) for state in found]
-        return laid_out(found, traits(format).layout)
+        dtype = traits(format).state_dtype or "float32"
+        own = [form.states(layer, self.max_context_length, dtype) for layer, form in enumerate(forms)]
+        return laid_out([state for states in own for state in states], traits(format).layout)
 
 
 LIMIT_CHECKS = {

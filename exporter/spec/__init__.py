@@ -1,4 +1,5 @@
-"""LEAF: the vocabulary every part shares. It imports neither torch nor any other part but the errors.
+"""LEAF: the vocabulary every part shares. It imports no torch, and of the other parts the leafs `data`, `errors` and
+`kinds`, whose words it passes on.
 
 `ModelSpec` says what a model computes, layer by layer; `StateSpec` says which tensors the caller owns; `Manifest` is
 what a bundle says of itself.
@@ -7,7 +8,21 @@ Letters: B batch (always 1), Q query_len, S seq_len, C capacity (rows of a ring)
 D head_dim.
 """
 
-from exporter.spec.base import DTYPE_BYTES, DType, Spec
+from exporter.data import DTYPE_BYTES, DType, Spec
+from exporter.kinds import (
+    KINDS,
+    CacheKind,
+    CachePolicy,
+    Layout,
+    MixerSpec,
+    StateSpec,
+    dtypes_in_words,
+    kind_labelled,
+    kind_of,
+    one_of,
+)
+from exporter.kinds.attention import AttentionSpec, RopeSpec
+from exporter.kinds.conv import ShortConvSpec
 from exporter.spec.manifest import (
     EAGER,
     FLOAT,
@@ -22,16 +37,7 @@ from exporter.spec.manifest import (
     TensorSpec,
     TokenizerSpec,
 )
-from exporter.spec.model import (
-    Activation,
-    AttentionSpec,
-    LayerSpec,
-    MLPSpec,
-    ModelSpec,
-    MoESpec,
-    RopeSpec,
-    ShortConvSpec,
-)
+from exporter.spec.model import Activation, LayerSpec, MLPSpec, ModelSpec, MoESpec
 from exporter.spec.programs import MAIN, PREFILL, PROGRAMS, ProgramKind, program_for
 from exporter.spec.quantization import (
     PRESETS,
@@ -42,19 +48,7 @@ from exporter.spec.quantization import (
     keep_int8_by_default,
 )
 from exporter.spec.recipe import EMBEDDING, HEAD, GridSpec, ParameterSpec, Recipe, WeightBits, dtype_bits
-from exporter.spec.states import (
-    SCALES,
-    STACKED_NAMES,
-    CachePolicy,
-    Layout,
-    StateRole,
-    StateSpec,
-    cache_states,
-    laid_out,
-    stacked,
-    state_name,
-    state_specs,
-)
+from exporter.spec.states import laid_out, stack_name, state_specs
 
 __all__ = [
     "DTYPE_BYTES",
@@ -62,16 +56,16 @@ __all__ = [
     "EMBEDDING",
     "FLOAT",
     "HEAD",
+    "KINDS",
     "MAIN",
     "MANIFEST_VERSION",
     "PREFILL",
     "PRESETS",
     "PROGRAMS",
-    "SCALES",
     "SENSITIVE",
-    "STACKED_NAMES",
     "Activation",
     "AttentionSpec",
+    "CacheKind",
     "CachePolicy",
     "CheckResult",
     "Comparison",
@@ -84,6 +78,7 @@ __all__ = [
     "MLPSpec",
     "Manifest",
     "MethodSpec",
+    "MixerSpec",
     "MoESpec",
     "ModelSpec",
     "ParameterSpec",
@@ -96,17 +91,18 @@ __all__ = [
     "ShortConvSpec",
     "SourceSpec",
     "Spec",
-    "StateRole",
     "StateSpec",
     "TensorSpec",
     "TokenizerSpec",
     "WeightBits",
-    "cache_states",
     "dtype_bits",
+    "dtypes_in_words",
     "keep_int8_by_default",
+    "kind_labelled",
+    "kind_of",
     "laid_out",
+    "one_of",
     "program_for",
-    "stacked",
-    "state_name",
+    "stack_name",
     "state_specs",
 ]

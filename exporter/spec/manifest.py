@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from exporter.spec.base import DType, Spec
+from exporter.data import DType, Spec
+from exporter.kinds import CachePolicy, Layout, StateSpec
 from exporter.spec.model import ModelSpec
 from exporter.spec.programs import Logits
 from exporter.spec.recipe import Recipe
-from exporter.spec.states import CachePolicy, Layout, StateSpec, state_specs
+from exporter.spec.states import state_specs
 
 MANIFEST_VERSION = 4
 

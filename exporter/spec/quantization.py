@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from exporter.spec.base import Spec
+from exporter.data import Spec
 from exporter.spec.recipe import Recipe
 
 

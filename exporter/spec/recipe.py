@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from pydantic import SerializerFunctionWrapHandler, model_serializer
 
-from exporter.spec.base import Spec
+from exporter.data import Spec
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 

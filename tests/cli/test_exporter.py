@@ -58,7 +58,7 @@ def test_inspect_prints_every_check(
 ) -> None:
     assert run(monkeypatch, "inspect", tiny_bundle) == 0
     printed = capfd.readouterr().out
-    for check in ("ring_write_index_from_shapes", "prefill_reads_before_write", "no_whole_state_copy",
+    for check in ("ring_write_index_from_shapes", "ring_reads_before_write", "no_whole_state_copy",
                   "mutated_inputs_exactly_states", "dynamic_ranges", "operators_in_registry"):  # fmt: skip
         assert check in printed
     assert "FAILED" not in printed

@@ -13,12 +13,12 @@ from exporter import programs
 from exporter.backends.executorch.assertion import assert_graph_contract
 from exporter.errors import GraphContractError
 from exporter.graph import ProgramContract, Provenance, check_exported, refuse_failed
-from exporter.graph.checks_flow import conv_order
+from exporter.graph.checks_flow import access_order
 from exporter.graph.flow import Flow, Step, Value
 from exporter.graph.fx_flow import flow_of
 from exporter.graph.index_proof import Lengths, expected_rows, played_lengths, sample_lengths
 from exporter.graph.provenance import Trace
-from exporter.spec import PREFILL, MethodSpec, StateSpec, TensorSpec
+from exporter.spec import KINDS, PREFILL, MethodSpec, StateSpec, TensorSpec
 from exporter.spec.checks import TRACED_CHECKS
 
 MUTANTS = [
@@ -29,10 +29,10 @@ MUTANTS = [
     ("main", "wrong_slot", True, "write_index_is_definition"),
     ("prefill", "wrong_slot", True, "writes_land_on_their_rows"),
     ("main", "wrong_slot", False, "writes_land_on_their_rows"),
-    ("prefill", "write_first", True, "prefill_reads_before_write"),
-    ("prefill", "write_first", False, "prefill_reads_before_write"),
-    ("main", "read_first", True, "main_writes_before_read"),
-    ("main", "read_first", False, "main_writes_before_read"),
+    ("prefill", "write_first", True, "ring_reads_before_write"),
+    ("prefill", "write_first", False, "ring_reads_before_write"),
+    ("main", "read_first", True, "ring_writes_before_read"),
+    ("main", "read_first", False, "ring_writes_before_read"),
     ("prefill", "full_read_first", True, "full_writes_before_read"),
     ("main", "full_read_first", False, "full_writes_before_read"),
     ("prefill", "extra_mutation", True, "mutated_inputs_exactly_states"),
@@ -62,7 +62,7 @@ CHECKS = {
 @pytest.mark.parametrize("method", ["prefill", "main"])
 def test_a_good_program_passes_every_check(method: str, custom: bool) -> None:
     results = check_exported(trace(method, custom=custom), CONTRACTS[method])
-    order = "main_writes_before_read" if method == "main" else "prefill_reads_before_write"
+    order = "ring_writes_before_read" if method == "main" else "ring_reads_before_write"
     assert {r.name for r in results} == CHECKS | {order} <= set(TRACED_CHECKS)
     assert [r for r in results if not r.passed] == []
     assert all(r.evidence and r.program == method for r in results)
@@ -81,15 +81,15 @@ def test_each_fault_fails_nothing_it_does_not_touch() -> None:
     failed = {r.name for r in check_exported(trace("prefill", "infinite_mask"), CONTRACTS["prefill"]) if not r.passed}
     assert failed == {"finite_constants"}
     failed = {r.name for r in check_exported(trace("prefill", "write_first"), CONTRACTS["prefill"]) if not r.passed}
-    assert failed == {"prefill_reads_before_write"}
+    assert failed == {"ring_reads_before_write"}
 
 
 @pytest.mark.parametrize("custom", [True, False], ids=["operators", "aten"])
 @pytest.mark.parametrize(
     ("method", "other", "check", "reason"),
     [
-        ("main", "prefill", "prefill_reads_before_write", "write-first order.*never derived from the graph of a one"),
-        ("prefill", "main", "main_writes_before_read", "read-first order.*never derived from the graph of a program"),
+        ("main", "prefill", "ring_reads_before_write", "write-first order.*never derived from the graph of a one"),
+        ("prefill", "main", "ring_writes_before_read", "read-first order.*never derived from the graph of a program"),
     ],
 )
 def test_one_method_derived_from_the_others_graph_is_refused_with_the_reason(
@@ -171,7 +171,7 @@ def test_a_convolution_reads_its_state_before_it_is_replaced(read_first: bool) -
     write = Step("write", "aten::copy_", reads=(0,), writes=(2,))
     steps = (read, write) if read_first else (write, read)
     flow = Flow(inputs, {}, frozenset(), frozenset(), steps, (3,))
-    assert conv_order(flow, ProgramContract("main", interface, (state,))).passed == read_first
+    assert access_order(flow, ProgramContract("main", interface, (state,)), KINDS["conv"]).passed == read_first
 
 
 class Provenances(torch.nn.Module):

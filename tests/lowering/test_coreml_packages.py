@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from coreml_programs import CHUNK, CONTEXT, Weights, built, coreml_decoder
+from exporter.quantization.grids import int4_per_group, int8_per_row
+from exporter.quantization.palettes import ENTRIES, palettize
 from tiny_checkpoints import CONFIGS, at, tiny_model
 from tiny_models import SPECS, call, one_thread, states_of, token_ids  # noqa: F401
 
@@ -30,8 +32,6 @@ from exporter.errors import MissingPackageError
 from exporter.model.decoder import Decoder, parameter_shapes
 from exporter.programs import Limits
 from exporter.progress import Progress
-from exporter.quantization.grids import int4_per_group, int8_per_row
-from exporter.quantization.palettes import ENTRIES, palettize
 from exporter.spec import CachePolicy, state_specs
 
 # Windows of 8: chunks shorter, longer than the window, one over the ring's end; single tokens over three wraps.

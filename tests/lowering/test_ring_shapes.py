@@ -145,5 +145,5 @@ def test_a_write_that_lowering_moves_before_a_read_of_int8_rows_fails(
     if bound:
         assert index < 2 and not failed
         return
-    assert [result.name for result in failed] == ["prefill_reads_before_write"]
+    assert [result.name for result in failed] == ["ring_reads_before_write"]
     assert len(names) == 1 and f"{names[0]}: " in failed[0].evidence

@@ -130,8 +130,8 @@ CASES: dict[str, tuple[Stored, Names, Stored]] = {
         {"gate": torch.stack([EXPERTS[f"experts.{e}.w1"].T for e in range(E)])},
     ),
     "parts of several rows": (
-        {"routed": PAIRS, "shared": LAYERS},
-        {"routed": Piece("router", (), 0), "shared": Piece("router", (), 1)},
+        {"shared": PAIRS, "routed": LAYERS},
+        {"shared": Piece("router", (), 0), "routed": Piece("router", (), 1)},  # stored in the order of their names
         {"router": torch.cat([PAIRS, LAYERS])},
     ),
     "several layers in one": (

@@ -10,10 +10,19 @@ from typing import Any
 import pytest
 from tiny_models import attention, model
 
-from exporter.spec import CachePolicy, Manifest, ModelSpec, StateSpec, TokenizerSpec, state_specs
-from exporter.spec.states import STACKED_NAMES
+from exporter.spec import (
+    KINDS,
+    CachePolicy,
+    Manifest,
+    ModelSpec,
+    StateSpec,
+    TokenizerSpec,
+    stack_name,
+    state_specs,
+)
 
 ROOT = Path(__file__).parents[2]
+SCALES = {"key_scales", "value_scales"}  # of int8 caches, which are ExecuTorch's
 
 
 def text(name: str) -> str:
@@ -48,7 +57,7 @@ def test_the_swift_reads_what_a_manifest_has(format: str) -> None:
 
 
 def test_the_swift_names_are_those_of_the_programs() -> None:
-    states = set(STACKED_NAMES.values())
+    states = {stack_name(kind, role) for kind in KINDS.values() for role in kind.roles if role not in SCALES}
     inserted = set(re.findall(r'insert\(&\w+, for: "(\w+)"\)', SWIFT["coreai"]))
     assert inserted == {name for name in states if name != "convInputCache"} | {"logits"}
     assert set(re.findall(r'state\("(\w+)"', SWIFT["coreai"])) == inserted - {"logits"}

@@ -85,7 +85,7 @@ def test_every_layout_is_accounted_for_byte_by_byte(layout: Layout) -> None:
     plan = plan_context(layer_states(manifest.states), CONTEXT)
     assert sum(tensor.nbytes for tensor in state.tensors) == plan.total
     assert {k.kind: (k.layers, k.allocated_bytes) for k in state.memory()} == {
-        "sliding": (2, plan.sliding), "global": (1, plan.global_)
+        "sliding": (2, plan.kinds["sliding"]), "global": (1, plan.kinds["global"])
     }  # fmt: skip
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from exporter.quantization.matrices import Storage, grids_of, store
 from tiny_models import CONV, GLOBAL, MOE, SLIDING, decoder_of, model
 
 from exporter.backends.coreai.options import CoreAIOptions
 from exporter.backends.coreml.options import CoreMLOptions
 from exporter.errors import ConfigError
 from exporter.quantization import grids
-from exporter.quantization.matrices import Storage, grids_of, store
 from exporter.spec import KEEP_INT8
 
 LINEARS = ("mixer.q_proj", "mixer.k_proj", "mixer.v_proj", "mixer.o_proj",

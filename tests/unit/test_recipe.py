@@ -319,8 +319,14 @@ def test_a_preset_may_name_what_a_model_has_not() -> None:
         recipe_of(quantized(**mapping), True, shapes)
 
 
-@pytest.mark.parametrize(("rules", "name"), [({"linear": "int4"}, r"layers\.0\.mixer\.q_proj"),
-                                            ({"embedding": "int4"}, "embedding"), ({"head": "int4"}, "lm_head")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rules", "name"),
+    [
+        ({"linear": "int4"}, r"layers\.0\.mixer\.q_proj"),
+        ({"embedding": "int4"}, "embedding"),
+        ({"head": "int4"}, "lm_head"),
+    ],
+)
 def test_a_group_that_does_not_divide_is_refused(rules: dict[str, str], name: str) -> None:
     match = rf"executorch\.quantization\.group_size: got 128 for {name} with 64 input channels"
     with pytest.raises(ConfigError, match=match):

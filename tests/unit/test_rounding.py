@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from exporter.quantization.matrices import Storage, grids_of, store
 from tiny_models import GLOBAL, SLIDING, decoder_of, model
 from toy import toy_manifest
 
@@ -14,7 +15,6 @@ from exporter.backends import traits
 from exporter.backends.coreml.options import CoreMLOptions
 from exporter.config import CONFIG, CheckpointConfig
 from exporter.errors import BundleError, VerificationError
-from exporter.quantization.matrices import Storage, grids_of, store
 from exporter.quantization.rounding import round_weights
 from exporter.spec import Comparison, Manifest
 

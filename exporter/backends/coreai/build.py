@@ -27,11 +27,10 @@ from exporter.graph.fx_flow import flow_of
 from exporter.graph.provenance import Trace
 from exporter.model.decoder import Decoder
 from exporter.programs import Limits, method_spec, trace
-from exporter.spec import MAIN, PREFILL, PROGRAMS, CheckResult, Manifest, ProgramSpec, Recipe
+from exporter.spec import MAIN, PREFILL, PROGRAMS, CacheKind, CheckResult, Manifest, ProgramSpec, Recipe
+from exporter.units import in_unit
 
 METADATA_FILE = "metadata.json"
-STATE_KINDS = {"full": "kv_cache", "ring": "sliding_cache", "conv": "fixed"}
-"""The kind of each state in Apple's metadata. A ``fixed`` state forbids rewinding to a shorter conversation."""
 
 
 def kernels(options: CoreAIOptions) -> CacheKernels:
@@ -60,7 +59,7 @@ def build(
         record_ranges(program.save_asset(directory / TRAITS.file), contracts.values())
         del program, programs
         size = sum(file.stat().st_size for file in (directory / TRAITS.file).iterdir())
-        detail(f"{size / 1e6:.0f} MB")
+        detail(in_unit(size, "MB", 0))
     with step("check Core AI program") as detail:
         asset = Asset(directory / TRAITS.file)
         lowered = check_asset(asset, list(contracts.values()))
@@ -102,6 +101,13 @@ def check_traced(
     return as_traced(results)
 
 
+def apples_word(kind: CacheKind) -> str:
+    """What Apple's metadata calls a state. A ``fixed`` one turns off going back to a shorter conversation."""
+    if kind.grows:
+        return "kv_cache"
+    return "sliding_cache" if kind.rewinds else "fixed"
+
+
 def beside(manifest: Manifest) -> dict[str, str]:
     """Apple's `metadata.json`; its runtime finds `tokenizer/` beside it."""
     metadata = {
@@ -115,7 +121,7 @@ def beside(manifest: Manifest) -> dict[str, str]:
             "vocab_size": manifest.model.vocab_size,
             "max_context_length": manifest.max_context_length,
             "function_map": {"main": [MAIN.name], "prompt": [PREFILL.name]},
-            "states": {state.name: STATE_KINDS[state.kind] for state in manifest.states},
+            "states": {state.name: apples_word(state.cache_kind) for state in manifest.states},
         },
     }
     return {METADATA_FILE: json.dumps(metadata, indent=2) + "\n"}

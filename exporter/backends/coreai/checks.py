@@ -16,13 +16,7 @@ from exporter.backends.coreai.flow import StateFlow, flow_of_function, layer_sta
 from exporter.backends.coreai.landing import write_index_is_definition, writes_land_on_their_rows
 from exporter.backends.coreai.ranges import ranges_of
 from exporter.errors import GraphContractError
-from exporter.graph.checks_flow import (
-    conv_order,
-    full_order,
-    mutated_inputs_exactly_states,
-    ring_order,
-    write_index_from_shapes,
-)
+from exporter.graph.checks_flow import mutated_inputs_exactly_states, orders, write_indices_from_shapes
 from exporter.graph.contract import ProgramContract
 from exporter.graph.contract_file import ContractFile
 from exporter.graph.provenance import Trace
@@ -67,13 +61,10 @@ def check_function(
     trace = Trace(state_flow.flow)
     layered = by_layer(contract)
     return [
-        write_index_from_shapes(state_flow.flow, trace, layered, "ring"),
-        write_index_from_shapes(state_flow.flow, trace, layered, "full"),
+        *write_indices_from_shapes(state_flow.flow, trace, layered),
         write_index_is_definition(function, state_flow, layered),
         writes_land_on_their_rows(function, state_flow, layered),
-        ring_order(state_flow.flow, layered),
-        full_order(state_flow.flow, layered),
-        conv_order(state_flow.flow, layered),
+        *orders(state_flow.flow, layered),
         mutated_inputs_exactly_states(state_flow.flow, layered),
         no_whole_state_copy(function, state_flow, contract),
         finite_constants(function, contract),

@@ -18,12 +18,12 @@ from exporter.spec import CheckResult, StateSpec
 
 
 def write_index_is_definition(function: Function, flow: StateFlow, contract: ProgramContract) -> CheckResult:
-    """A write of rows covers exactly ``(S - Q) mod C`` of a ring and S - Q .. S - 1 of a full state, computed from the
+    """A write of rows covers exactly those of positions S - Q .. S - 1 (``(S - Q) mod C`` of a ring), computed from the
     function's own integers for sampled lengths.
 
     A ring rewritten by a gather covers all of its rows; `writes_land_on_their_rows` checks which row comes from where.
     """
-    states = {state.name: state for state in contract.states if state.kind != "conv"}
+    states = contract.positional
     problems, shown = [], set()
     for write in flow.writes:
         state = states.get(layer_name(write.state, write.layer))
@@ -37,17 +37,18 @@ def write_index_is_definition(function: Function, flow: StateFlow, contract: Pro
             except NotPlayable as reason:
                 problems.append(f"{write.label} to {state.name}: {reason}")
                 break
-            if state.kind == "full":
-                want, kind = range(lengths.offset, lengths.seq_len), "full: S - Q to S - 1"
-            elif contract.write_first:
-                want, kind = range(lengths.offset % rows, lengths.offset % rows + 1), "ring: (S - Q) mod C"
+            kind = state.cache_kind
+            in_a_row = kind.grows or contract.write_first
+            first = kind.row_of(lengths.offset, rows) if in_a_row else None
+            if first is None:
+                want, words = range(rows), "all of it, by a gather"
             else:
-                want, kind = range(rows), "ring: all of it, by a gather"
+                want, words = range(first, first + lengths.query_len), f"Q rows from {kind.first_row}"
             if got != want:
                 where = f"Q={lengths.query_len} S={lengths.seq_len}"
                 problems.append(f"{write.label} writes {got} of {state.name} at {where}, expected {want}")
                 break
-            shown.add(kind)
+            shown.add(f"{kind.name}: {words}")
     evidence = f"{len(flow.writes)} writes: {'; '.join(sorted(shown)) or 'none'}"
     return contract.result("write_index_is_definition", problems, evidence)
 
@@ -73,7 +74,7 @@ def shapes_of(function: Function, contract: ProgramContract, lengths: Lengths) -
 def writes_land_on_their_rows(function: Function, flow: StateFlow, contract: ProgramContract) -> CheckResult:
     """Computed for concrete lengths: every row of a layer and of the chunk holds its position, and after the function's
     own operators every position is on the row that the definition gives it."""
-    states = {state.name: state for state in contract.of_kind("ring") + contract.of_kind("full")}
+    states = dict(contract.positional)
     problems, lengths = [], played_lengths(contract)
     for write in flow.writes:
         state = states.pop(layer_name(write.state, write.layer), None)
@@ -88,10 +89,8 @@ def writes_land_on_their_rows(function: Function, flow: StateFlow, contract: Pro
                 problems.append(f"{state.name} at Q={one.query_len} S={one.seq_len}: {problem}")
                 break
     problems += [f"{name} is never written" for name in states]
-    played = len(contract.of_kind("ring") + contract.of_kind("full"))
-    return contract.result(
-        "writes_land_on_their_rows", problems, f"{played} layers played for {len(lengths)} pairs of lengths"
-    )
+    played = f"{len(contract.positional)} layers played for {len(lengths)} pairs of lengths"
+    return contract.result("writes_land_on_their_rows", problems, played)
 
 
 def play(

@@ -13,6 +13,7 @@ from exporter.graph.contract import ProgramContract, refuse_failed
 from exporter.model.decoder import Decoder
 from exporter.programs import Limits, method_spec
 from exporter.spec import PROGRAMS, Manifest, MethodSpec, ProgramKind, ProgramSpec, Recipe
+from exporter.units import in_unit
 
 RUNTIME = "iOS 18, macOS 15"
 """The first systems with states and functions."""
@@ -62,7 +63,7 @@ def build(
         checks = check_package(package, contracts)
         refuse_failed(checks)
         description = describe(package)
-        detail(f"{len(checks)} checks passed, {description.file_bytes / 1e6:.0f} MB")
+        detail(f"{len(checks)} checks passed, {in_unit(description.file_bytes, 'MB', 0)}")
     operators = sorted({name for function in description.functions for name in function.operators})
     spec = ProgramSpec(
         format=TRAITS.name,

@@ -13,13 +13,7 @@ from exporter.backends.coreml.checks_writes import write_index_is_definition
 from exporter.backends.coreml.file import Function, Package, Typed
 from exporter.backends.coreml.flow import flow_of
 from exporter.errors import GraphContractError
-from exporter.graph.checks_flow import (
-    conv_order,
-    full_order,
-    mutated_inputs_exactly_states,
-    ring_order,
-    write_index_from_shapes,
-)
+from exporter.graph.checks_flow import mutated_inputs_exactly_states, orders, write_indices_from_shapes
 from exporter.graph.contract import DEFAULT_LIMITS, FileLimits, ProgramContract, summary
 from exporter.graph.contract_file import ContractFile
 from exporter.graph.provenance import Trace
@@ -60,12 +54,9 @@ def check_package(
         trace = Trace(flow)
         results += [
             states_as_declared(package, function, contract),
-            write_index_from_shapes(flow, trace, contract, "ring"),
-            write_index_from_shapes(flow, trace, contract, "full"),
+            *write_indices_from_shapes(flow, trace, contract),
             write_index_is_definition(package, function, contract),
-            ring_order(flow, contract),
-            full_order(flow, contract),
-            conv_order(flow, contract),
+            *orders(flow, contract),
             mutated_inputs_exactly_states(flow, contract),
             no_whole_state_copy(function, contract),
             dynamic_ranges(package, function, contract),
@@ -90,8 +81,8 @@ def states_as_declared(package: Package, function: Function, contract: ProgramCo
 
 
 def no_whole_state_copy(function: Function, contract: ProgramContract) -> CheckResult:
-    """A state is written once and read at most `MOST_READS` times; a full state is only sliced, and a ring is cast only
-    where the whole program computes in float32."""
+    """A state is written once and read at most `MOST_READS` times; one with a row a token is only sliced, and any
+    other is cast only where the whole program computes in float32."""
     problems, reads, writes = [], 0, 0
     half = any(function.types[name].dtype == "float16" and function.types[name].shape for name in function.constants)
     for state in contract.states:
@@ -103,7 +94,7 @@ def no_whole_state_copy(function: Function, contract: ProgramContract) -> CheckR
         held = {name for op in read for name in op.outputs}
         for op in function.operations:
             takes = held & {name for names in op.inputs.values() for name in names}
-            copies = op.type not in _ROWS if state.kind == "full" else half and op.type == "cast"
+            copies = op.type not in _ROWS if state.cache_kind.grows else half and op.type == "cast"
             if takes and copies:
                 problems.append(f"{op.type} {op.name} takes all rows of {state.name}")
     evidence = f"{reads} reads and {writes} writes of {len(contract.states)} states"

@@ -26,6 +26,7 @@ from exporter.model.decoder import Decoder
 from exporter.programs import Limits, method_spec, trace
 from exporter.quantization.modules import QuantizedLinear
 from exporter.spec import PROGRAMS, CheckResult, Manifest, ProgramSpec, Recipe
+from exporter.units import in_unit
 
 
 def kernels(options: ExecutorchOptions) -> CacheKernels:
@@ -51,7 +52,7 @@ def build(
         path = directory / TRAITS.file
         lower(programs, path)
         del programs
-        detail(f"{path.stat().st_size / 1e6:.0f} MB")
+        detail(in_unit(path.stat().st_size, "MB", 0))
     with step("check lowered program") as detail:
         runtime, operators = runtime_registry()
         with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:

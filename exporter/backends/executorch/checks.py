@@ -108,8 +108,8 @@ def runtime_registry() -> tuple[str, frozenset[str]]:
 
 
 def write_index_is_definition(plan: Plan, flow: Flow, contract: ProgramContract) -> CheckResult:
-    """The number a row write starts at is ``(S - Q) mod C``, or S - Q in a full state, computed for sampled lengths."""
-    states = {state.name: state for state in contract.states if state.kind != "conv"}
+    """The number a row write starts at is the row of position S - Q, computed for sampled lengths."""
+    states = contract.positional
     lengths = sample_lengths(contract)
     problems, count = [], 0
     starts: dict[str, int] = {}
@@ -122,7 +122,7 @@ def write_index_is_definition(plan: Plan, flow: Flow, contract: ProgramContract)
         state = states[name]
         count += 1
         for one in lengths:
-            want = one.offset % state.rows if state.kind == "ring" else one.offset
+            want = state.cache_kind.row_of(one.offset, state.rows)
             got = _numbers(plan, contract, one).get(start)
             if got != want:
                 problems.append(f"{name} at Q={one.query_len} S={one.seq_len} starts at {got}, expected {want}")
@@ -154,9 +154,9 @@ def _numbers(plan: Plan, contract: ProgramContract, lengths: Lengths) -> dict[in
 def no_whole_state_copy(flow: Flow, contract: ProgramContract) -> CheckResult:
     """No copy takes a whole state or writes one: rows are written in place, and nothing is written back.
 
-    The few rows of a convolution's state are replaced whole, by design.
+    Rows that belong to no position, such as the few of a convolution, are replaced whole by design.
     """
-    states = {state.name for state in contract.states if state.kind != "conv"}
+    states = contract.positional.keys()
     problems, copies = [], 0
     for step in flow.steps:
         if step.operator not in _COPIES:

@@ -1,4 +1,4 @@
-"""The base of every spec, and the words that several of them use."""
+"""LEAF: frozen data, and the dtypes that manifests name."""
 
 from __future__ import annotations
 
