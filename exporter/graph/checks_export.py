@@ -96,7 +96,7 @@ def _symbolic_start(node: Node) -> sympy.Expr | None:
 def writes_land_on_their_rows(
     program: ExportedProgram, flow: Flow, trace: Trace, contract: ProgramContract
 ) -> CheckResult:
-    """Played for concrete lengths, every write puts each position where the definition says."""
+    """Computed for concrete lengths, every write puts each position on the row of the definition."""
     states = tuple(contract.positional.values())
     problems = [problem for _, problem in play_writes(program, contract, flow, trace, states)]
     lengths = played_lengths(contract)

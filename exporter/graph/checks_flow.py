@@ -32,7 +32,7 @@ def orders(flow: Flow, contract: ProgramContract) -> list[CheckResult]:
 
 
 def write_index_from_shapes(flow: Flow, trace: Trace, contract: ProgramContract, kind: CacheKind) -> CheckResult:
-    """Where a write lands descends from shapes and constants, from no tensor's content."""
+    """The row of a write depends on shapes and constants only, not on a tensor's content."""
     names = {state.name for state in contract.of_kind(kind.name)}
     problems, seen = [], set()
     writes = [(i, step, name) for i, step, name in flow.writes_to_inputs() if name in names]
@@ -47,8 +47,8 @@ def write_index_from_shapes(flow: Flow, trace: Trace, contract: ProgramContract,
 
 
 def access_order(flow: Flow, contract: ProgramContract, kind: CacheKind) -> CheckResult:
-    """Whether every read of a state of that kind, for the output, is on the side of all its writes that the kind wants
-    in such a program. A wrong order is reported with what it means."""
+    """Whether, for the output, every state of that kind is read before or after all its writes, as the kind wants in
+    such a program. A wrong order is reported with its meaning."""
     write_first, meaning = kind.writes_first(contract.write_first), kind.wrong_order(contract.write_first)
     problems, evidence, wrong = [], [], False
     reads, writes = list(flow.live_reads()), list(flow.writes_to_inputs())

@@ -1,8 +1,8 @@
 """Shows on the exported program that a cache write goes to the row of the definition.
 
-Two ways, which complement each other. A symbolic index is compared with the row of position S - Q as an expression. And
-the write is played: the state holds the position of each row, the incoming rows hold theirs, the index is computed by
-the graph's own nodes for concrete lengths, and afterwards every row must hold the position the definition puts there.
+In two ways. A symbolic index is compared with the row of position S - Q as an expression. And the write is run: the
+state and the incoming rows hold the position of each row, the graph's own nodes compute the index for concrete lengths,
+and afterwards every row must hold the position that the definition puts there.
 
 Letters: Q query_len, S seq_len, C capacity of a ring.
 """
@@ -94,7 +94,7 @@ def _capacities(contract: ProgramContract) -> list[int]:
 
 
 def expected_rows(state: StateSpec, rows: int, seq_len: int) -> torch.Tensor:
-    """The position each row of a state holds after `seq_len` tokens, slowly and from the definition."""
+    """The position each row of a state holds after `seq_len` tokens, directly from the definition."""
     return torch.tensor(_replayed(state.cache_kind, rows, seq_len))
 
 

@@ -22,8 +22,8 @@ def write_index_is_definition(package: Package, function: Function, contract: Pr
     """Computed for sampled lengths, every write covers the rows the definition says.
 
     A slice starts at the row of position S - Q (``(S - Q) mod C`` in a ring) and is Q rows long. A state rewritten by a
-    gather over itself and the chunk takes, for each row, the chunk's newest token that lands on it, and itself where
-    there is none.
+    gather over itself and the chunk takes, for each row, the chunk's newest token that belongs on it, or the old row
+    where there is none.
     """
     calls = sample_lengths(contract)
     states = contract.positional
@@ -107,7 +107,7 @@ class Write:
 
 
 def row_sources(state: StateSpec, call: Call) -> np.ndarray:
-    """The row of ``[state, chunk]`` that each row takes, int64 ``[C]``, slowly and from the definition."""
+    """The row of ``[state, chunk]`` that each row takes, int64 ``[C]``, directly from the definition."""
     sources = np.arange(state.rows)
     for position in range(call.offset, call.seq_len):
         row = state.cache_kind.row_of(position, state.rows)
