@@ -1,4 +1,4 @@
-"""What each choice of `backends.coreml.precision` costs in logits: the table of docs/coreml.md.
+"""The cost of each choice of `backends.coreml.precision` in logits: the table of docs/coreml.md.
 
 ``python bench/coreml_precision.py configs/gemma3_270m.yaml tokenizer.json``: the decoder with the casts of the
 package, run eagerly in torch, against the float32 one. 700 tokens of English: a chunk of 512, one of 180, then singles.

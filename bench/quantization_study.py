@@ -1,5 +1,5 @@
-"""What quantising this or that costs: the eager decoder's KL divergence from the float one and its NLL on English text,
-one line a variant.
+"""The cost of quantisation: the eager decoder's KL divergence from the float one and its NLL on English text, a line
+per variant.
 
 Nothing is exported: ``python bench/quantization_study.py configs/gemma3_270m.yaml`` takes half an hour of one CPU.
 """

@@ -1,4 +1,4 @@
-"""What the rounding of the weights alone costs in Apple's formats: the tables of docs/coreml.md and docs/coreai.md.
+"""The cost of rounding the weights alone in Apple's formats: the tables of docs/coreml.md and docs/coreai.md.
 
 ``python bench/reduced_weights_study.py configs/gemma3_270m.yaml``: the float32 decoder with every matrix replaced by
 what the file would stand for, against itself, over 700 tokens of English. Nothing is exported; it takes minutes.

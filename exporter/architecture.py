@@ -20,7 +20,7 @@ from exporter.quiet import native_stderr_hidden
 from exporter.spec import DTYPE_BYTES, KINDS, CacheKind, Spec, dtypes_in_words, kind_labelled, one_of
 
 _SEE = "configs/architectures/"
-# Far beyond any model: what is larger is a slip of the keyboard, and sums stay within what a float can show.
+# Far beyond any model: a larger number is a typing error, and sums stay exact in a float.
 _LARGEST = 2**40
 Size = Annotated[StrictInt, Field(ge=1, le=_LARGEST)]
 Count = Annotated[StrictInt, Field(ge=1, le=10_000)]
@@ -147,7 +147,7 @@ class Planned:
 
 
 class _EitherFile(BaseModel):
-    """Tells the two kinds of file apart by the key that only one of them has."""
+    """Tells the two kinds of file apart by a key that only one of them has."""
 
     model_config = ConfigDict(extra="allow")
     checkpoint: Any = None

@@ -54,7 +54,7 @@ class BundleWriter:
         missing = [program.file for program in manifest.programs if not _listed(program.file, manifest.files)]
         assert not missing, f"the manifest names programs that were not staged: {missing}"
         text = manifest.model_dump_json(indent=2)
-        # JSON has no NaN or infinity: a manifest that does not read back as it was must not be published.
+        # JSON has no NaN or infinity: a manifest that does not read back unchanged must not be published.
         assert Manifest.model_validate_json(text) == manifest, "the manifest does not survive JSON"
         (self.path / MANIFEST_NAME).write_text(text + "\n", encoding="utf-8")
         self._staging.publish()

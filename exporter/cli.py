@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import enum
-import gc
 import json
 import signal
 import sys
@@ -20,7 +18,6 @@ from rich.pretty import Pretty
 
 from exporter.config import load_config
 from exporter.errors import ConfigError, UserError
-from exporter.machine import on_one_piece_of_stack
 from exporter.quiet import native_stderr_hidden, quieten_libraries
 from exporter.tricks.rare_collections import rare_collections
 from exporter.units import in_unit
@@ -32,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-# One console on stderr for what happens, one on stdout for what was asked for.
+# One console on stderr for progress, one on stdout for results.
 messages = Console(stderr=True)
 output = Console()
 if not output.is_terminal:
@@ -207,11 +204,9 @@ def signals_that_clean_up() -> Iterator[None]:
 def main() -> None:
     """Run the command line; a `UserError` is one message on stderr and exit code 2."""
     quieten_libraries()
-    # As it ends Python searches all that there is for circles of references: two seconds for nothing.
-    atexit.register(gc.freeze)
     try:
         with signals_that_clean_up():
-            on_one_piece_of_stack(app)
+            app()
     except UserError as error:
         messages.print(f"[bold red]error:[/] {escape(str(error))}", markup=True, highlight=False, soft_wrap=True)
         sys.exit(error.exit_code)

@@ -1,7 +1,7 @@
 """The YAML file of one export: `load_config` reads it, `resolve` settles what depends on the model.
 
-Everything the user can get wrong raises `ConfigError` and says which field, what arrived, what was expected and how to
-repair it; a key nobody reads is an error, at any depth.
+Every mistake of the user raises `ConfigError`, which says which field, what arrived, what was expected and how to
+repair it. An unknown key is an error, at any depth.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _model_at(root: type[BaseModel], place: tuple[int | str, ...]) -> type[BaseM
 
 
 def _model_in(annotation: Any) -> type[BaseModel]:
-    """The one model an annotation speaks of: itself, the items of a tuple, or what may also be absent."""
+    """The one model in an annotation: itself, the items of a tuple, or an optional one."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     found = [part for part in get_args(annotation) if part not in (Ellipsis, type(None))]
@@ -151,7 +151,7 @@ def _model_in(annotation: Any) -> type[BaseModel]:
 
 
 def _explain(owner: str, error: ValidationError, root: type[BaseModel]) -> ConfigError:
-    """Pydantic's findings as one error in our own words."""
+    """Pydantic's errors as one `ConfigError`."""
     got: list[str] = []
     expected: list[str] = []
     for item in error.errors():
@@ -164,7 +164,7 @@ def _explain(owner: str, error: ValidationError, root: type[BaseModel]) -> Confi
         elif item["type"] == "missing":
             got.append(f"no {name}")
             expected.append(f"a value for {name}")
-        elif not place:  # of the file as a whole: every value is right by itself
+        elif not place:  # of the whole file: every value is valid by itself
             got.append("its keys and values together")
             expected.append(item["msg"].removeprefix("Value error, "))
         else:

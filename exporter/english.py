@@ -1,4 +1,4 @@
-"""English text that every Python carries, for comparing models on real language."""
+"""English text that comes with every Python, for comparing models on real language."""
 
 from __future__ import annotations
 

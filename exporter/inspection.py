@@ -40,7 +40,7 @@ class Inspection:
 
     @property
     def checks(self) -> tuple[CheckResult, ...]:
-        """Both, without what the traced program says in the same words as the file."""
+        """Both; where the traced program and the file have equal results, only one of them."""
         said = {(check.format, check.name, check.program, check.evidence) for check in self.lowered}
         new = (c for c in self.exported if (c.format, c.name, c.program, c.evidence) not in said)
         return (*new, *self.lowered)
@@ -134,7 +134,7 @@ def _contracts_of_form(form: ProgramForm, format: str) -> list[ProgramContract]:
 
 
 def _refuse_idle_limits(path: Path, formats: Sequence[str], contract: ContractFile | None) -> None:
-    """A limit that the checks of no format here read would hold nothing.
+    """Refuse a limit that no check of the formats here reads.
 
     Raises:
         ConfigError: the contract has such limits.

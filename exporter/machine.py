@@ -8,14 +8,10 @@ import os
 import platform
 import resource
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from exporter.units import in_unit
-
-Result = TypeVar("Result")
 
 CACHE = Path("~/.cache/ring-exporter")
 """Where files are kept that are made once for this user: joined checkpoints, compiled kernels."""
@@ -49,19 +45,6 @@ def release_freed_memory() -> None:
     if trim is not None:
         trim(0)
 
-
-def on_one_piece_of_stack(call: Callable[[], Result]) -> Result:
-    """What `call` returns; its frames, and those of all that it calls, are in one piece of memory.
-
-    CPython keeps frames in pieces of 16 KB. Where a loop's calls cross from one to the next, that one is fetched from
-    the system and given back at every turn: three times what it takes to read ExecuTorch's list of operators, if the
-    border happens to be there. A frame that asks for more gets a larger piece, and leaves the rest to those after it.
-    """
-    return call()
-
-
-STACK_WORDS = 2**17
-on_one_piece_of_stack.__code__ = on_one_piece_of_stack.__code__.replace(co_stacksize=STACK_WORDS)
 
 LARGE_BYTES = 2**24
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt

@@ -21,7 +21,7 @@ _STYLES = (("tab:green", "--"), ("tab:blue", ":"), ("tab:gray", "-."), ("tab:pur
 
 
 def check_plot_path(path: Path) -> None:
-    """Refuse early what could only fail late.
+    """Refuse a path that would fail only after the work.
 
     Raises:
         ConfigError: not a ``.png``, or in a folder that does not exist.
@@ -79,7 +79,7 @@ def write_plot(path: Path, title: str, states: Sequence[LayerState], contexts: S
     axes.yaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("context length in tokens")
     axes.set_ylabel("bytes of state (1 GiB = $2^{30}$)")
-    axes.set_title(title.replace("$", r"\$"))  # a name is no formula
+    axes.set_title(title.replace("$", r"\$"))  # a name is not a formula
     axes.grid(alpha=0.3)
     axes.legend(title=f"at {last:,} tokens")
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")

@@ -3,8 +3,8 @@
 Letters: Q query_len, S seq_len, rows: rows allocated to every global layer, V vocab_size.
 
 Every program takes ``input_ids [1, Q]``, ``position_ids [1, S]`` and the states; its `ProgramKind` says how many
-tokens, whether rings are written before they are read, and whose logits it gives. No program is cut out of another one:
-it would inherit that one's order.
+tokens, whether rings are written before they are read, and whose logits it gives. No program is made from the graph of
+another one: it would inherit the other's order of reads and writes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a long command shows while it works: each step with its seconds and the process's peak memory."""
+"""Progress of a long command: each step with its seconds and the process's peak memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Detail = Callable[[str], None]
 
 
 class Progress:
-    """Prints a line a finished step; on a terminal the running step spins with its detail and elapsed time."""
+    """Prints a line per finished step; on a terminal also the running step with its detail and elapsed time."""
 
     def __init__(self, console: Console) -> None:
         self.console = console

@@ -1,11 +1,11 @@
-"""How fast a bundle runs here, what it takes in memory, and how far that is from what the memory could deliver.
+"""Speed and memory of a bundle on this machine, and how near its decoding comes to the memory's bandwidth.
 
-A decoded token has to read every weight and the live cache once: their bytes over the bandwidth measured in the same
-run are the least time it can take.
+A decoded token must read every weight and the live cache once: their bytes over the bandwidth measured in the same run
+are the least time it can take.
 
-Memory is counted both ways: the peak of all that is resident, and apart, after each length, what the process wrote
+Memory is counted in two ways: the peak of all that is resident, and after each length apart what the process wrote
 (anonymous) and pages of files, which the system can drop. ExecuTorch's Python binding locks what it reads of a file, as
-far as it may, so that all of the file is resident; an app maps its program without locking.
+far as it may, so all of the file is resident; an app maps its program without locking.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Length:
         prefill: tokens a second from an empty cache, the median of the repeats.
         decode: greedy tokens a second after them, by the median token; None if it was not asked for.
         live_bytes: rows of state in use.
-        limit: decoded tokens a second if reading weights and live state once were all that took time.
+        limit: decoded tokens a second if only reading weights and live state once took time.
         peak_bytes: the process's peak so far; lengths are measured from the shortest to the longest.
         resident: what is resident after this length, in its parts; None on systems that do not tell.
     """
@@ -142,7 +142,7 @@ def bench(
     peak = peak_memory_bytes()
     nll, scored = _score(session, ids, watch) if scoring else (None, 0)
 
-    rate = bandwidth(threads)  # last: its memory is no part of the peak
+    rate = bandwidth(threads)  # last: its memory is not part of the peak
     weights = token_bytes(bundle)
     recorded = manifest.from_float
     return Bench(
@@ -170,9 +170,9 @@ def bench(
 
 
 def english_tokens(bundle: Bundle) -> list[int]:
-    """English text as the bundle's tokenizer cuts it, BOS included where the model wants one.
+    """English text in tokens of the bundle's tokenizer, BOS included where the model wants one.
 
-    Another process does it: a tokenizer leaves memory behind that the program would be given, and not be seen to need.
+    Runs in another process: memory that a tokenizer frees would be reused by the program and hide what it needs.
 
     Raises:
         BundleError: the bundle has no usable tokenizer.

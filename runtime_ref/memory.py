@@ -1,4 +1,4 @@
-"""What the caller's state costs, by kind of layer, from the manifest's numbers alone. Imports no torch."""
+"""The memory of the caller's state, by kind of layer, computed from the manifest. Imports no torch."""
 
 from __future__ import annotations
 

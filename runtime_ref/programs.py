@@ -1,4 +1,4 @@
-"""The programs of a bundle behind one interface, whatever format they were lowered to."""
+"""The programs of a bundle behind one interface for all formats."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def choose(bundle: Bundle, format: str | None) -> Bundle:
 
 def prepare_runtime(format: str, threads: int | None = None) -> None:
     """Import all that a program of `format` needs, and let it compute with `threads` threads, by default as many as it
-    chooses: what is resident then is the bare process.
+    chooses. Memory resident afterwards is that of the bare process.
 
     Raises:
         MissingPackageError: the packages of the format are not installed.

@@ -1,4 +1,4 @@
-"""A conversation with one bundle: chunked prefill, decode, prefix reuse, and every limit checked beforehand."""
+"""A conversation with one bundle: chunked prefill, decode, prefix reuse; limits are checked before a program runs."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Session:
         return self._run([token], 1)
 
     def check(self, ids: Sequence[int], chunk: int | None = None, *, offset: int = 0) -> None:
-        """Say whether `ids` could run after `offset` tokens, without running them. Raises as `prefill`."""
+        """Check that `ids` could run after `offset` tokens, without running them. Raises as `prefill`."""
         limit, vocab, largest = (
             self.manifest.max_context_length, self.manifest.model.vocab_size, self.manifest.max_prefill_chunk
         )  # fmt: skip

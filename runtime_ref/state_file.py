@@ -1,4 +1,4 @@
-"""The file a conversation is kept in: safetensors with a version and a fingerprint of the model."""
+"""The file of a saved conversation: safetensors with a version and a fingerprint of the model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StateFileError(UserError):
 
 
 def fingerprint(manifest: Manifest) -> str:
-    """SHA-256 over everything that makes a state meaningless elsewhere: model, states, weights, quantisation."""
+    """SHA-256 over all that a state depends on: model, states, weights, quantisation."""
     identity = manifest.model_dump(mode="json", include={"model"})
     identity["program"] = manifest.program.model_dump(mode="json", include={"format", "options", "states"})
     identity["weights"] = manifest.source.files

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
+from recipes import recipe_of
 
 pytest.importorskip("coreai_torch")  # whoever imports this is skipped where there is no such package
 
@@ -43,7 +44,8 @@ def build_into(
     decoder: Decoder, directory: Path, weights: str = "float32", limits: Limits = LIMITS, **more: object
 ) -> Built:
     options = CoreAIOptions.model_validate({"weights": weights, **more})
-    return build(decoder, limits, options, directory, silent_step)
+    recipe = recipe_of(decoder.spec, options)
+    return build(decoder, limits, options, recipe, directory=directory, step=silent_step)
 
 
 class Pair:

@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Literal
 
+from recipes import recipe_of
 from tiny_models import SPECS, randomize
 
 from exporter.backends import Built
@@ -38,7 +39,8 @@ def built(
     directory = Path(mkdtemp(prefix="coreml"))
     decoder = coreml_decoder(SPECS[name], slack=slack)
     options = CoreMLOptions(weights=weights, keep_int8=keep_int8)
-    result = build(decoder, LIMITS, options, directory, Progress.silent().step)
+    recipe = recipe_of(decoder.spec, options)
+    result = build(decoder, LIMITS, options, recipe, directory=directory, step=Progress.silent().step)
     return decoder, result, directory / TRAITS.file
 
 

@@ -14,6 +14,7 @@ from typing import Literal
 
 import tokenizers
 import torch
+from recipes import recipe_of
 from torch import Tensor
 
 from exporter.backends.executorch.options import ExecutorchOptions
@@ -79,8 +80,8 @@ def toy_manifest(
         programs=(
             ProgramSpec(
                 format="executorch", file="model.pte", options=ExecutorchOptions().model_dump(mode="json"),
-                weights="float32", rounded=False, layout="per_layer", states=state_specs(model, policy, context),
-                methods=methods, runtime="executorch 0", operators=(),
+                weights="float32", recipe=recipe_of(model, ExecutorchOptions()), layout="per_layer",
+                states=state_specs(model, policy, context), methods=methods, runtime="executorch 0", operators=(),
             ),
         ),
         graph_checks=(), verification=(), versions={}, files={},

@@ -11,9 +11,10 @@ MODELS = {"gemma3_270m": "Gemma 3 270M", "smollm2_135m": "SmolLM2 135M Instruct"
 LENGTHS = {"gemma3_270m": (128, 512, 2048, 8192, 32000), "smollm2_135m": (128, 512, 2048, 8000)}
 """Tokens in the cache; SmolLM2's context is 8192, and the decoded tokens must fit too."""
 STATIC_CONTEXT = 2176
-"""Tokens in the caches of programs that allocate them whole: the 2048 that all are compared at, and room to decode."""
+"""Tokens in the caches of programs that allocate them at once: the 2048 at which all are compared, and room to
+decode."""
 LOG_PROBABILITIES = "log_probabilities.npy"
-"""Of a model's reference: what float32 expects at every scored position."""
+"""A file of a model's reference: float32's log-probabilities at every scored position."""
 
 Command = Callable[[Path, Path, Path], list[str]]
 
@@ -25,7 +26,7 @@ class Peer:
     Attributes:
         title: as the tables name it, with how it keeps the weights.
         requirements: what pip installs into its environment, pinned.
-        remove: distributions that come along and must go.
+        remove: distributions that pip also installs and that must be removed.
         variables: of the environment while installing.
         convert: from the environment's directory of programs, a checkpoint and an empty directory, the command that
             fills it; None where the peer runs the GGUF itself.

@@ -1,8 +1,8 @@
 """litert-torch's own exporter, without TensorFlow and without the tokenizer.
 
-litert-torch 0.10 imports TensorFlow, undeclared, for the file format of an image model, which nothing here exports;
-LiteRT brings the same module. It stops at a tokenizer that has no pre-tokenizer, such as Gemma's from a GGUF, and then
-spends minutes on another form of it, where token ids are all that is needed.
+litert-torch 0.10 imports TensorFlow without declaring it, for the file format of an image model, which is not exported
+here; LiteRT has the same module. It fails on a tokenizer without a pre-tokenizer, such as Gemma's from a GGUF, and
+spends minutes on converting others; only token ids are needed here.
 
 ``python convert_litert.py CHECKPOINT DIRECTORY ROWS``, the rows of the caches.
 """

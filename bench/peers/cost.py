@@ -1,4 +1,4 @@
-"""What a command took: CPU seconds and peak memory of the process and of those it waited for.
+"""The cost of a command: CPU seconds and peak memory of its process and of the processes it waited for.
 
 ``python cost.py FILE COMMAND...`` runs a command, writes its cost to a file if it succeeds and returns its exit code.
 """
@@ -38,7 +38,7 @@ def run(
 
 def finish(process: subprocess.Popen[Any]) -> tuple[int, dict[str, float]]:
     """Wait for `process`; returns as `run`."""
-    # Not `Popen.wait`: that of all children so far would have another command's peak.
+    # Not `Popen.wait`: the usage of all children would have another command's peak.
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     return process.returncode, {
@@ -51,5 +51,5 @@ if __name__ == "__main__":
     code, cost = run(sys.argv[2:])
     if code == 0:
         Path(sys.argv[1]).write_text(json.dumps(cost) + "\n")
-    # A command that a signal ended has a negative code, which no process can return.
+    # A command killed by a signal has a negative code; a shell reports 128 plus the signal.
     raise SystemExit(code if code >= 0 else 128 - code)

@@ -1,6 +1,6 @@
 """Install every peer into an environment of its own and convert both models for it. Run by ``make peers``.
 
-What is there already stays; a peer that fails is named, with the end of its log, and the others go on.
+What is installed or converted already stays. A failed peer is reported with the end of its log; the others go on.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ NAMES = [peer.name for peer in PEERS]
 
 
 class StepError(Exception):
-    """A command that failed: which, and the end of what it said."""
+    """A command failed; the text has its name and the end of its output."""
 
 
 def run(command: Sequence[str], log: Path, variables: Mapping[str, str]) -> dict[str, float]:
-    """What the command cost; what it says goes to `log`.
+    """Run the command and return its cost; its output goes to `log`.
 
     Raises:
         StepError: it failed.

@@ -1,4 +1,4 @@
-"""What every peer starts from, once a model: the checkpoint in Hugging Face's format, token ids, and what float32 says.
+"""The inputs of every peer, made once per model: a Hugging Face checkpoint, token ids, and float32's log-probabilities.
 
 The weights are those of the model's GGUF, dequantised to float32; the tokenizer is the exporter's. The ids are English
 text, repeated where it is too short. Run in the project's own environment.
@@ -39,7 +39,8 @@ def older_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
-    """The same float32 weights in a model that does not remember its GGUF, which Transformers refuses to save."""
+    """The same float32 weights in a model without its record of the GGUF, with which Transformers refuses to save
+    it."""
     config = type(model.config)(**{k: v for k, v in model.config.to_dict().items() if k != "quantization_config"})
     with torch.device("meta"):
         fresh = type(model)(config)
@@ -49,7 +50,7 @@ def plain(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
 
 
 def write_log_probabilities(reference: TransformersReference, ids: list[int], file: Path) -> float:
-    """Write what float32 expects where the workers score, to `file`: log-probabilities [`SCORED`, vocab] in float16.
+    """Write float32's log-probabilities at the scored positions to `file`, [`SCORED`, vocab] in float16.
 
     Returns:
         The mean negative log-likelihood of the true tokens there.

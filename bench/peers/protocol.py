@@ -29,7 +29,7 @@ class Peer(Protocol):
     def files(self) -> Sequence[Path]: ...
 
     def run(self, ids: Sequence[int], count: int) -> list[float]:
-        """Forget everything, run `ids`, then `count` greedy tokens; end tokens do not end it.
+        """Reset, run `ids`, then `count` greedy tokens; end tokens do not stop it.
 
         Returns:
             Seconds of the prompt up to its greedy token, then of each of the `count - 1` tokens after that one.
@@ -37,7 +37,7 @@ class Peer(Protocol):
         ...
 
     def rows(self, ids: Sequence[int], prefix: int) -> Iterator[Any]:
-        """Forget everything and run ``ids[:prefix]``, then each later token but the last alone.
+        """Reset, run ``ids[:prefix]``, then each later token but the last by itself.
 
         Yields:
             Logits [vocab] before each token of ``ids[prefix:]``; they may be the same memory every time.
@@ -59,14 +59,14 @@ def resident_parts() -> dict[str, int]:
 
 
 def log_probabilities(logits: Any) -> Any:
-    """Of logits [vocab], in float64; of log-probabilities that were rounded, such as add up to one again."""
+    """The log-softmax of logits [vocab], in float64; normalises rounded log-probabilities again."""
     values = np.asarray(logits, dtype=np.float64)
     values = values - values.max()
     return values - np.log(np.exp(values).sum())
 
 
 def divergence(expected: Any, logits: Any) -> float:
-    """KL divergence in nats of what `logits` [vocab] say from the log-probabilities `expected` [vocab]."""
+    """KL divergence in nats of the distribution of `logits` [vocab] from the log-probabilities `expected` [vocab]."""
     wanted = log_probabilities(expected)
     return float(np.exp(wanted) @ (wanted - log_probabilities(logits)))
 
@@ -112,7 +112,7 @@ def measure(load: Callable[[Path, dict[str, Any]], Peer], packages: Sequence[str
         peaks[length], parts[length] = resident("VmHWM"), resident_parts()
     peak = resident("VmHWM")
     nll = kl = None
-    if request["score"]:  # after the peaks: what float32 expected is no part of them
+    if request["score"]:  # after the peaks: float32's log-probabilities are not part of them
         prefix, count = request["score"]
         text = ids[: prefix + count]
         nll, kl = mean_scores(peer.rows(text, prefix), text[prefix:], np.load(request["expected"], mmap_mode="r"))

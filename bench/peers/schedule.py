@@ -1,4 +1,4 @@
-"""LEAF: in which order the contenders run, and what of their figures is compared."""
+"""LEAF: the order in which the contenders run, and the figures that are compared."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 SHORT = 2048
-"""Longer contexts are measured in the first round alone: filling them takes most of the time."""
+"""Longer contexts are measured only in the first round: filling them takes most of the time."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """LiteRT on the CPU: the ``.tflite`` of `litert-torch export_hf`, through the runtime's `CompiledModel`.
 
-As LiteRT-LM calls it: a prompt but its last token goes through the prefill signatures, padded to their lengths, and
-the last through `decode`, which alone gives logits.
+As LiteRT-LM calls it: all of a prompt except its last token goes through the prefill signatures, padded to their
+lengths; the last goes through `decode`, the only one that returns logits.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import numpy as np
 import onnxruntime_genai
 from protocol import measure
 
-LEAST = 513  # Gemma's window is refused a shorter cache
+LEAST = 513  # a shorter cache than Gemma's window is refused
 
 
 class ONNXRuntime:
@@ -27,7 +27,7 @@ class ONNXRuntime:
     def _generator(self, length: int) -> Any:
         parameters = onnxruntime_genai.GeneratorParams(self._model)
         length = max(length, LEAST)
-        # The least length is the greatest: end tokens do not end it.
+        # With the least length equal to the greatest, end tokens do not stop it.
         parameters.set_search_options(max_length=length, min_length=length, do_sample=False)
         return onnxruntime_genai.Generator(self._model, parameters)
 

@@ -20,7 +20,7 @@ class OpenVINO:
         self.files = (model / "openvino_model.bin", model / "openvino_model.xml")
         self._properties = {"INFERENCE_NUM_THREADS": request["threads"]}
         scheduler = openvino_genai.SchedulerConfig()
-        scheduler.enable_prefix_caching = False  # or a repeated prompt costs nothing
+        scheduler.enable_prefix_caching = False  # otherwise a repeated prompt costs nothing
         scheduler.max_num_batched_tokens = 2**31
         self._pipeline = openvino_genai.LLMPipeline(model, "CPU", scheduler_config=scheduler, **self._properties)
 

@@ -1,7 +1,7 @@
 """What optimum-executorch exports, on ExecuTorch's own runtime, the program called as its runner does.
 
-Its runner hands a prompt over whole. Gemma's program takes no more than 511 tokens, so longer prompts go in pieces: its
-rings keep two windows, which is enough for that, and what it expects beyond them is as near float32 as before.
+Its runner passes a whole prompt. Gemma's program takes at most 511 tokens, so longer prompts go in pieces: its rings
+keep two windows, which is enough, and its predictions after that are as near to float32 as before.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Our own bundle, by the code behind ``runtime_ref bench``; speaks as the peers' workers do."""
+"""Our own bundle, measured by the code of ``runtime_ref bench``, with the protocol of the peers' workers."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sections.common import Run, mb, provenance, side_by_side
+from sections.common import Run, has, mb, provenance, side_by_side
 
 NAMES = {"coreml": "Core ML", "coreai": "Core AI"}
 ORDER = ("float32", "float16", "int8", "int4", "palettized4")
@@ -24,6 +24,8 @@ def accuracy(run: Run) -> list[list[str]]:
     """Against Transformers in the shortest chunks that were run, those whose NLL was taken."""
     rows = []
     for start, row in started(run):
+        if not has(row, "verify"):
+            continue
         named = {c["reference"]: c for c in row["verify"]["comparisons"]}
         (c,) = [c for name, c in named.items() if name.startswith(TRANSFORMERS) and c["nll"] is not None]
         rows.append(
@@ -40,6 +42,8 @@ def accuracy(run: Run) -> list[list[str]]:
 def costs(run: Run) -> list[list[str]]:
     rows = []
     for start, row in started(run):
+        if not has(row, "export", "convert", "describe", "decode"):
+            continue
         export, convert, decode = row["export"], row["convert"], row["decode"]
         constants = sum(row["describe"]["weight_bytes"].values())
         rows.append(

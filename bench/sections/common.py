@@ -23,6 +23,11 @@ def cell(value: float | None, show: str | Callable[[float], str]) -> str:
     return format(value, show) if isinstance(show, str) else show(value)
 
 
+def has(row: Mapping[str, Any], *measured: str) -> bool:
+    """Whether a row has all of these measurements: a run that was cut off has some."""
+    return all(name in row for name in measured)
+
+
 def mb(value: float) -> str:
     return f"{value / 1e6:.0f}"
 

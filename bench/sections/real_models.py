@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from peers.catalogue import MODELS
-from sections.common import Run, mb, provenance, side_by_side
+from sections.common import Run, has, mb, provenance, side_by_side
 
 TRANSFORMERS, QUANTIZATION = "transformers, chunks of ", "(eager against float eager)"
 FROM_FLOAT = ("float eager", "eager")
@@ -29,6 +29,8 @@ def started(run: Run) -> list[tuple[list[str], dict[str, Any]]]:
 def accuracy(run: Run) -> list[list[str]]:
     rows = []
     for start, row in started(run):
+        if not has(row, "verify"):
+            continue
         named = {c["reference"]: c for c in row["verify"]["comparisons"]}
         chunks = [c for reference, c in named.items() if reference.startswith(TRANSFORMERS)]
         one = named[f"{TRANSFORMERS}1"]
@@ -55,6 +57,7 @@ def exports(run: Run) -> list[list[str]]:
             mb(row["export"]["peak_bytes"]),
         ]
         for start, row in started(run)
+        if has(row, "export")
     ]
 
 
@@ -62,7 +65,7 @@ def memory(run: Run) -> list[list[str]]:
     keys = ("state_bytes", "full_caches_bytes", "bare_bytes", "loaded_bytes", "full_context_bytes")
     rows = []
     for start, row in started(run):
-        if "long_context" in row:
+        if has(row, "long_context"):
             m = row["long_context"]
             rings = ", ".join(map(str, m["ring_rows"])) or "none"
             rows.append([*start, f"{m['context']:,}", rings, *(f"{m[key] / 2**20:.0f}" for key in keys)])

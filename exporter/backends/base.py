@@ -1,4 +1,4 @@
-"""LEAF: what a format is (`FormatTraits`), and the modules that its folder has under the same names as every other.
+"""LEAF: what a format is (`FormatTraits`), and the modules that every format's folder has.
 
 Imports no torch: `runtime_ref` and the configuration read the traits.
 """
@@ -27,10 +27,10 @@ Step = Callable[[str], AbstractContextManager[Callable[[str], None]]]
 
 
 class Effort(NamedTuple):
-    """What the full form of verification runs: tokens of text, greedy tokens, the chunk lengths the text goes through.
+    """What full verification runs: tokens of text, greedy tokens, the chunk lengths of the text.
 
-    The last `tail` tokens of the text go one by one whatever the chunk, and their NLL is taken; 0 takes that of the
-    whole text from chunks of 1.
+    The last `tail` tokens of the text go one by one for every chunk length, and the NLL is over them; with 0 it is over
+    the whole text, in chunks of 1.
     """
 
     tokens: int
@@ -41,22 +41,22 @@ class Effort(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class FormatTraits:
-    """What is true of one format, for everybody outside its folder.
+    """The traits of one format, for all code outside its folder.
 
     Args:
         name: in configs, manifests and on the command line; the folder's name.
-        title: what its makers call it.
+        title: its makers' name.
         file: the program's name in a bundle. Its suffix tells the format of a file alone.
         options: the section of the YAML.
         layout: how a program takes its states.
         ids_dtype: of `input_ids` and `position_ids`.
-        state_dtype: that of every state whatever the cache policy says; None means the policy's.
+        state_dtype: of every state; None means the cache policy's.
         cache_dtypes: what `cache.dtype` and `cache.global_dtype` may be.
         decoder_is_rounded: whether the decoder that is traced rounds weights and activations already, as the program
             will; otherwise the back end rounds weights while it converts, and computes in floats.
         checks: the names of the graph checks of a program file.
         limits: the limits of a contract that its checks read (`graph.contract_file.LIMIT_CHECKS`).
-        self_describing: whether a file says by itself what it is; otherwise it needs a manifest or a contract.
+        self_describing: whether a file alone says what it is; otherwise it needs a manifest or a contract.
         effort: of verification in its full form.
         distributions: the Python distributions that the file depends on, whose versions the manifest records.
         extra: the pip extra that brings them; None if they are always there.
@@ -105,7 +105,7 @@ class Program(Protocol):
 
 @dataclass(frozen=True)
 class Built:
-    """What a back end wrote: the program as the manifest describes it, and the graph checks it passed."""
+    """The result of a back end: the program as the manifest describes it, and the graph checks it passed."""
 
     program: ProgramSpec
     checks: tuple[CheckResult, ...]
@@ -134,12 +134,12 @@ class BuildModule(Protocol):
 
         Raises:
             GraphContractError: a check failed.
-            UserError: the model or an option is none that this format can carry, or its packages are not installed.
+            UserError: the format cannot carry the model or an option, or its packages are not installed.
         """
         ...
 
     def beside(self, manifest: Manifest) -> dict[str, str]:
-        """The text files that the format wants in the bundle beside its program, by name.
+        """The format's text files in the bundle beside its program, by name.
 
         Args:
             manifest: the bundle's, with this format's program alone.
@@ -174,13 +174,13 @@ class ChecksModule(Protocol):
         Args:
             file: of `read_file`.
             contracts: one a method.
-            demands: limits of the user's; those that are not among the traits' `limits` are not read.
+            demands: the user's limits; those that are not among the traits' `limits` are not read.
             recorded: the program as a manifest describes it; None for a file alone, or where the user's demands
-                stand instead.
+                replace it.
 
         Raises:
-            BundleError: what is read only now is damaged.
-            GraphContractError: it is none with these methods and inputs.
+            BundleError: a part that is read only now is damaged.
+            GraphContractError: its methods and inputs are others.
         """
         ...
 
@@ -190,8 +190,8 @@ class RuntimeModule(Protocol):
 
     def prepare(self, threads: int | None) -> int | None:
         """Import all that a program needs, and let it compute with `threads` threads, by default as many as it
-        chooses; what is resident then is the bare process. Returns how many threads torch is to keep; None leaves
-        them alone.
+        chooses. Memory resident afterwards is that of the bare process. Returns the number of threads for torch; None
+        leaves it unchanged.
 
         Raises:
             MissingPackageError: the packages of the format are not installed.

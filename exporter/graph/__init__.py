@@ -1,6 +1,6 @@
 """The machine-checked contract of traced programs: what they write, where, in which order, and from what.
 
-What is a file's own is in the folder of its format.
+What is special to a file format is in the folder of that format.
 """
 
 from exporter.graph.checks_export import check_exported

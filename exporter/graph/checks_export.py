@@ -57,8 +57,7 @@ def as_traced(results: list[CheckResult]) -> list[CheckResult]:
 def write_index_is_definition(program: ExportedProgram, flow: Flow, contract: ProgramContract) -> CheckResult:
     """Every symbolic start of a write is the row of position S - Q, as an expression.
 
-    A write placed by a tensor, a gather for instance, has no symbolic start and is shown by `writes_land_on_their_rows`
-    alone.
+    A write placed by a tensor, such as a gather, has no symbolic start; only `writes_land_on_their_rows` checks it.
     """
     nodes = {node.name: node for node in program.graph.nodes}
     inputs = [nodes[str(name)] for name in flow.inputs]
@@ -97,7 +96,7 @@ def _symbolic_start(node: Node) -> sympy.Expr | None:
 def writes_land_on_their_rows(
     program: ExportedProgram, flow: Flow, trace: Trace, contract: ProgramContract
 ) -> CheckResult:
-    """Played for concrete lengths, every write puts each position where the definition says."""
+    """Computed for concrete lengths, every write puts each position on the row of the definition."""
     states = tuple(contract.positional.values())
     problems = [problem for _, problem in play_writes(program, contract, flow, trace, states)]
     lengths = played_lengths(contract)
@@ -128,7 +127,8 @@ def finite_constants(program: ExportedProgram, flow: Flow, contract: ProgramCont
 
 
 def _finite(tensor: torch.Tensor) -> bool:
-    """A NaN is the smallest and the largest element; a mask of a whole embedding would take a gigabyte."""
+    """Checks the smallest and the largest element, which are NaN if any is; a mask of an embedding would take a
+    gigabyte."""
     return tensor.numel() == 0 or all(math.isfinite(bound) for bound in torch.aminmax(tensor.detach()))
 
 

@@ -11,7 +11,7 @@ _REMAINDERS = frozenset({"aten::remainder", "aten::remainder_", "aten::fmod", "a
 
 
 def check_flow(flow: Flow, trace: Trace, contract: ProgramContract) -> list[CheckResult]:
-    """Every check that needs no more than steps over values."""
+    """Every check that needs only steps over values."""
     return [
         *write_indices_from_shapes(flow, trace, contract),
         *orders(flow, contract),
@@ -32,7 +32,7 @@ def orders(flow: Flow, contract: ProgramContract) -> list[CheckResult]:
 
 
 def write_index_from_shapes(flow: Flow, trace: Trace, contract: ProgramContract, kind: CacheKind) -> CheckResult:
-    """Where a write lands descends from shapes and constants, from no tensor's content."""
+    """The row of a write depends on shapes and constants only, not on a tensor's content."""
     names = {state.name for state in contract.of_kind(kind.name)}
     problems, seen = [], set()
     writes = [(i, step, name) for i, step, name in flow.writes_to_inputs() if name in names]
@@ -47,8 +47,8 @@ def write_index_from_shapes(flow: Flow, trace: Trace, contract: ProgramContract,
 
 
 def access_order(flow: Flow, contract: ProgramContract, kind: CacheKind) -> CheckResult:
-    """Whether every read of a state of that kind, for the output, is on the side of all its writes that the kind wants
-    in such a program. A wrong order is reported with what it means."""
+    """Whether, for the output, every state of that kind is read before or after all its writes, as the kind wants in
+    such a program. A wrong order is reported with its meaning."""
     write_first, meaning = kind.writes_first(contract.write_first), kind.wrong_order(contract.write_first)
     problems, evidence, wrong = [], [], False
     reads, writes = list(flow.live_reads()), list(flow.writes_to_inputs())
@@ -86,7 +86,7 @@ def mutated_inputs_exactly_states(flow: Flow, contract: ProgramContract) -> Chec
 
 
 def no_scalar_read_from_data(flow: Flow, trace: Trace, contract: ProgramContract) -> CheckResult:
-    """No number of the program is read out of a tensor that holds data or weights."""
+    """No number of the program is read from a tensor of data or weights."""
     problems, allowed = [], []
     for index, step in enumerate(flow.steps):
         if step.operator not in SCALAR_READS:
@@ -100,6 +100,6 @@ def no_scalar_read_from_data(flow: Flow, trace: Trace, contract: ProgramContract
 
 
 def no_tensor_remainder(flow: Flow, contract: ProgramContract) -> CheckResult:
-    """No remainder of tensors: run times differ in its sign, and phones lack the kernel."""
+    """No remainder of tensors: runtimes differ in its sign, and phones lack the kernel."""
     found = [step.label for step in flow.steps if step.operator in _REMAINDERS]
     return contract.result("no_tensor_remainder", found, f"none among {len(flow.steps)} steps")

@@ -10,8 +10,8 @@ from exporter.errors import GraphContractError
 from exporter.spec import CheckResult, MethodSpec, StateSpec
 from exporter.spec.checks import TRACED_CHECKS
 
-# Measured with XNNPACK in ExecuTorch 1.5.1, prefill and main: Gemma 3 270M in int8 89% and 95%; the tests' tiny Gemma
-# over int8 caches with slack in its rings, which has the least of the tests' models, 67% and 73%.
+# Measured with XNNPACK in ExecuTorch 1.5.1, prefill and main: Gemma 3 270M in int8 89% and 95%; the lowest of the
+# tests' models, the tiny Gemma over int8 caches with slack in its rings, 67% and 73%.
 MIN_DELEGATED_SHARE = {"prefill": 0.65, "main": 0.65}
 """The floor, by method, under which a lowering is refused: it no longer delegates what it did."""
 # An int8 cache rounds rows and queries, and where the operator does not read them decodes rows, outside delegates.
@@ -114,7 +114,7 @@ class ProgramContract:
         return {state.name: state for state in self.states if state.cache_kind.positional}
 
     def result(self, name: str, problems: list[str], evidence: str) -> CheckResult:
-        """A check's outcome: it passed when there are no `problems`, which otherwise are the evidence."""
+        """A check's result: passed if there are no `problems`, which are the evidence otherwise."""
         assert name in known_checks(), f"{name} is not listed"
         return CheckResult(
             name=name, program=self.method, passed=not problems, evidence=summary(problems) if problems else evidence
@@ -122,7 +122,7 @@ class ProgramContract:
 
 
 def summary(items: list[str], most: int = 6) -> str:
-    """The first `most` items and how many there were."""
+    """The first `most` items and the number of all."""
     more = f"; and {len(items) - most} more" if len(items) > most else ""
     return "; ".join(items[:most]) + more
 

@@ -1,7 +1,7 @@
 """The YAML file of a contract: what a program file must satisfy, for a CI that has only the file.
 
-``python -m exporter inspect FILE --check contract.yaml`` reads it. Every key may be absent, but for a bare `.pte`
-`program` has to say what a bundle's manifest would.
+``python -m exporter inspect FILE --check contract.yaml`` reads it. Every key may be absent, but a `.pte` without a
+bundle needs `program` in place of the manifest.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class LayerForm(_Part):
 
 
 class ProgramForm(_Part):
-    """What a manifest says of a program: its limits, vocabulary and states."""
+    """The parts of a manifest that describe a program: limits, vocabulary and states."""
 
     max_context_length: Annotated[StrictInt, Field(ge=2)]
     max_prefill_chunk: Annotated[StrictInt, Field(ge=2)]

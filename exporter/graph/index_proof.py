@@ -1,8 +1,8 @@
-"""That a cache write lands where the definition says, shown on the exported program itself.
+"""Shows on the exported program that a cache write goes to the row of the definition.
 
-Two ways, which complement each other. A symbolic index is compared with the row of position S - Q as an expression. And
-the write is played: the state holds the position of each row, the incoming rows hold theirs, the index is computed by
-the graph's own nodes for concrete lengths, and afterwards every row must hold the position the definition puts there.
+In two ways. A symbolic index is compared with the row of position S - Q as an expression. And the write is run: the
+state and the incoming rows hold the position of each row, the graph's own nodes compute the index for concrete lengths,
+and afterwards every row must hold the position that the definition puts there.
 
 Letters: Q query_len, S seq_len, C capacity of a ring.
 """
@@ -39,11 +39,11 @@ _MOVES = frozenset(
 
 
 class NotPlayable(Exception):
-    """A write this module cannot play; the reason is its text."""
+    """A write that this module cannot run; the reason is its text."""
 
 
 def expression(value: Any) -> sympy.Expr:
-    """The expression behind a size, an index or a node's value."""
+    """The expression of a size, an index or a node's value."""
     if isinstance(value, Node):
         value = value.meta.get("val")
     return value.node.expr if isinstance(value, torch.SymInt) else sympy.sympify(value)
@@ -94,7 +94,7 @@ def _capacities(contract: ProgramContract) -> list[int]:
 
 
 def expected_rows(state: StateSpec, rows: int, seq_len: int) -> torch.Tensor:
-    """The position each row of a state holds after `seq_len` tokens, slowly and from the definition."""
+    """The position each row of a state holds after `seq_len` tokens, directly from the definition."""
     return torch.tensor(_replayed(state.cache_kind, rows, seq_len))
 
 
@@ -138,14 +138,14 @@ class Player:
         inputs = self.contract.interface.inputs
         if declared == inputs[0].shape[1]:
             return self.lengths.query_len
-        # Rows of a growing state: as few as the call allows.
+        # Rows of a growing state: the fewest that the call allows.
         return max(self.lengths.seq_len, self.contract.range_of(declared)[0])
 
     def size(self, value: Any) -> int:
         return int(expression(value).subs(self._symbols))
 
     def state_after(self, state: StateSpec) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the rows of `state` hold after the call, and what they should hold."""
+        """The positions in the rows of `state` after the call, and the expected ones."""
         name = next(value for value, given in self.flow.inputs.items() if given == state.name)
         node = self._nodes[str(name)]
         shape = [self.size(n) for n in node.meta["val"].shape]
@@ -209,7 +209,7 @@ class Player:
         return result
 
     def _moves(self, node: Node, operator: str, state: str | None) -> bool:
-        # On the way from the state to its own rewrite everything is run as it stands, e.g. a `where` over old and new.
+        # Between the state and its own rewrite every node is run, for example a `where` over old and new.
         return (operator in _MOVES and not _converts(node)) or self._reaches(node, state)
 
     def _reaches(self, node: Node, state: str | None) -> bool:
@@ -231,7 +231,7 @@ class Player:
         if self.lengths.query_len == 1 and self._query == 1:
             return positions.expand(sizes).clone()
         axes = [axis for axis, n in enumerate(shape) if expression(n) == self._query]
-        if 1 in axes:  # where rows stand by convention; a Q fixed at 2 may equal the number of KV heads too
+        if 1 in axes:  # the axis of rows by convention; a Q fixed at 2 may equal the number of KV heads too
             axes = [1]
         if len(axes) != 1:
             raise NotPlayable(f"{node.name} has no single axis of Q rows: {tuple(shape)}")
@@ -247,7 +247,7 @@ def _converts(node: Node) -> bool:
 def play_writes(
     program: ExportedProgram, contract: ProgramContract, flow: Flow, trace: Trace, states: tuple[StateSpec, ...]
 ) -> Iterator[tuple[StateSpec, str]]:
-    """Play every write to `states` for the sampled lengths; yields the first thing wrong with each state."""
+    """Run every write to `states` for the sampled lengths; yields the first problem of each state."""
     open_states = dict.fromkeys(states)
     for lengths in played_lengths(contract):
         player = Player(program, contract, flow, trace, lengths)

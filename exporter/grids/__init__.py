@@ -12,10 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import AfterValidator
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from exporter.grids.base import Grid, Stored
-    from exporter.spec import GridSpec
+    from exporter.grids.base import Grid
 
 
 def names() -> tuple[str, ...]:
@@ -38,12 +35,3 @@ def grid(name: str) -> Grid:
     found: Grid = importlib.import_module(f"{__name__}.{name}").GRID
     assert found.name == name, "a grid is called as its file is"
     return found
-
-
-def store(weight: Tensor, kept: GridSpec) -> Stored:
-    """float32 ``[N, K]`` in the form `kept`, each weight rounded by itself.
-
-    Raises:
-        MissingPackageError: `int4_shifted` without coreai-opt.
-    """
-    return grid(kept.grid).store(weight, kept.group_size)

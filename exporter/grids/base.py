@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from exporter.grids import grid
 from exporter.spec import GridSpec
 
 ELEMENTS_AT_A_TIME = 2**17  # temporaries stay in the cache, and a 262,144-row embedding needs no second copy
@@ -108,6 +109,15 @@ class Grid:
             gptq=gptq and self.steps is not None,
             rows=rows,
         )
+
+
+def store(weight: torch.Tensor, kept: GridSpec) -> Stored:
+    """float32 ``[N, K]`` in the form `kept`, each weight rounded by itself.
+
+    Raises:
+        MissingPackageError: `int4_shifted` without coreai-opt.
+    """
+    return grid(kept.grid).store(weight, kept.group_size)
 
 
 def row_blocks(weight: torch.Tensor, rows_at_a_time: int | None = None) -> Iterator[slice]:

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from exporter.grids import store
-from exporter.grids.base import Stored
+from exporter.grids.base import Stored, store
 from exporter.model.decoder import Decoder
 from exporter.quantization.gptq import Gptq
 from exporter.quantization.modules import QuantizedLinear

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from exporter.grids import store
+from exporter.grids.base import store
 from exporter.model.decoder import Decoder
 from exporter.spec import Recipe
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from exporter.grids import store
+from exporter.grids.base import store
 from exporter.grids.int4 import INT4_MAX, INT4_MIN
 from exporter.model.decoder import Decoder, ReadParameter, all_read
 from exporter.quantization.gptq import Gptq

@@ -11,8 +11,8 @@ FLOW_CHECKS = (
     "write_index_is_definition", "mutated_inputs_exactly_states", "no_scalar_read_from_data", "no_tensor_remainder",
     "finite_constants", "dynamic_ranges", "last_token_logits_only",
 )  # fmt: skip
-"""Those that traced programs and files both have."""
+"""Checks of traced programs and of files."""
 TRACED_CHECKS = (*FLOW_CHECKS, "writes_land_on_their_rows")
-"""Those of a traced program."""
+"""Checks of a traced program."""
 FILE_CHECKS = ("no_whole_state_copy", "weights_stored_once")
-"""Those that every format has of its files alone."""
+"""Checks of files alone, in every format."""

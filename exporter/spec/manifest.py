@@ -43,10 +43,8 @@ class ProgramSpec(Spec):
     """One program, a file or a directory of the bundle. `format` selects the loader.
 
     `options` are the format's section of the config; `weights` says in words how weights are stored, `recipe` how each
-    of them is, `rounded` whether weights or activations are rounded at all. `states` is the state it takes, in the
-    `layout` of the format; `scaled_states` says that their values are not those of the model it came from, because
-    factors were moved between its layers. `operators` are those it uses; of an ExecuTorch program, those outside every
-    delegate.
+    of them is. `states` is the state it takes, in the `layout` of the format. `operators` are those it uses; of an
+    ExecuTorch program, those outside every delegate.
     """
 
     format: str
@@ -54,13 +52,22 @@ class ProgramSpec(Spec):
     options: dict[str, Any]
     weights: str
     recipe: Recipe
-    rounded: bool
     layout: Layout
     states: tuple[StateSpec, ...]
-    scaled_states: bool = False
     methods: dict[str, MethodSpec]
     runtime: str
     operators: tuple[str, ...]
+
+    @property
+    def rounded(self) -> bool:
+        """Whether weights or activations are rounded at all."""
+        return not self.recipe.is_float32
+
+    @property
+    def scaled_states(self) -> bool:
+        """Whether the values of states are not those of the model it came from, because factors were moved between its
+        layers."""
+        return self.recipe.smooth
 
 
 class SourceSpec(Spec):
@@ -73,7 +80,7 @@ class SourceSpec(Spec):
 
 
 class TokenizerSpec(Spec):
-    """What generation needs to know. `eos_token_ids`: each of them stops."""
+    """What generation needs to know. Each of `eos_token_ids` ends it."""
 
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
@@ -81,8 +88,8 @@ class TokenizerSpec(Spec):
     has_chat_template: bool
 
     def with_bos(self, ids: Sequence[int]) -> list[int]:
-        """`ids` of a text as the model wants them: after exactly one BOS, or as they are. A text (a rendered chat
-        template) may bring its BOS along."""
+        """`ids` of a text as the model wants them: with exactly one BOS, or unchanged. A text (a rendered chat
+        template) may begin with its own BOS."""
         bos = self.bos_token_id
         if self.add_bos and bos is not None and list(ids[:1]) != [bos]:
             return [bos, *ids]
@@ -102,11 +109,11 @@ class CheckResult(Spec):
 
 
 EAGER, FLOAT = "eager", "float eager"
-"""References of a comparison at export: the model that was traced, and where that rounds, the one before it did."""
+"""References of a comparison at export: the model that was traced and, where that rounds, the float model."""
 
 
 class Comparison(Spec):
-    """How far a program was from a reference on the same tokens. `positions` counts compared rows of logits.
+    """The difference of a program from a reference on the same tokens. `positions` counts compared rows of logits.
 
     KL divergence is that of the program's next-token distribution from the reference's, in nats, `nll` the mean
     negative log-likelihood of the true next tokens.
@@ -133,7 +140,7 @@ class FileEntry(Spec):
 class Manifest(Spec):
     """What a bundle says of itself (`manifest.json`).
 
-    Whoever runs or checks one program looks at the manifest `of` its format, which names no other.
+    Code that runs or checks one program takes the manifest `of` its format, which has no other program.
     """
 
     version: int = MANIFEST_VERSION
@@ -173,7 +180,7 @@ class Manifest(Spec):
 
     @property
     def from_float(self) -> Comparison | None:
-        """How far that program was from the float model at export; None if nobody compared them."""
+        """That program's difference from the float model at export; None if they were not compared."""
         by_reference = {comparison.reference: comparison for comparison in self.verification}
         return by_reference.get(FLOAT, by_reference.get(EAGER))
 

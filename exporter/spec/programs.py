@@ -1,4 +1,4 @@
-"""LEAF: the programs that a bundle may have. Whoever traces, checks, runs or times a program reads its `ProgramKind`.
+"""LEAF: the programs that a bundle may have. All that traces, checks, runs or times a program reads its `ProgramKind`.
 
 Letters: Q query_len, S seq_len.
 """

@@ -1,4 +1,4 @@
-"""How a program keeps its weights, and what every format's section of the config can say of that."""
+"""How a program stores its weights: the rules that the sections of the config have in common."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class QuantizationSpec(Spec):
     symmetric per output channel or row, `int4` symmetric per group of `group_size` input channels. Linears whose name
     contains one of `keep_int8` stay int8 when `linear` is another grid.
 
-    `smooth` folds factors into norms and weights so that inputs of linears and weights share their outliers, `rounding`
-    says how linears and head are rounded, and the first `head_int8_rows` rows of an int4 head, those of the frequent
-    tokens, are int8. A tied table is stored once: the embedding takes its rows from the head's, and an int8 one beside
-    an int4 head adds what the four bits leave over as four more.
+    `smooth` is SmoothQuant-style scaling: factors folded into norms and weights spread the outliers of a linear's
+    inputs over inputs and weights. `rounding` is that of linears and head. The first `head_int8_rows` rows of an int4
+    head, those of the frequent tokens, are int8. A tied table is stored once: the embedding reads the head's rows. An
+    int8 embedding beside an int4 head stores the remainder of the four bits as four more.
     """
 
     linear: str = "none"
@@ -59,16 +59,16 @@ PRESETS: dict[str, QuantizationSpec] = {
         rounding="gptq",
     ),
 }
-"""What a config may name instead of a mapping, by what it promises (docs/quantization.md has what was measured):
+"""Presets: what a config may name instead of a mapping, and what each promises (measured in docs/quantization.md):
 `accurate` within 0.01 nats of the float model's negative log-likelihood, `balanced` within 0.02, `small` within 0.1.
 A model need not have the matrices they name."""
 
 
 class FormatOptions(Spec):
-    """The section of a format in the config; the manifest records it with the program."""
+    """The section of a format in the config, recorded in the manifest with the program."""
 
     def recipe(self, shapes: Mapping[str, tuple[int, ...]], tied: bool) -> Recipe:
-        """In which form a program keeps every parameter of a model.
+        """How a program stores every parameter of a model.
 
         Args:
             shapes: of its parameters; a tied head is none of its own.
@@ -81,12 +81,12 @@ class FormatOptions(Spec):
         raise NotImplementedError
 
     def described(self, recipe: Recipe) -> str:
-        """How weights are kept, in words, for manifests and tables."""
+        """How weights are stored, in words, for manifests and tables."""
         raise NotImplementedError
 
 
 SENSITIVE = ("embed_tokens", "lm_head", "v_proj", "down_proj")
-"""The matrices that keep 8 bits by default in options that have fewer: most of what those cost sits in these."""
+"""The matrices that stay int8 by default where weights have fewer bits: most of the loss comes from these."""
 _EIGHT_BITS_OR_MORE = ("float32", "float16", "int8")
 
 

@@ -112,7 +112,7 @@ class ParameterSpec(_Sparse):
 class Recipe(Spec):
     """Every parameter by its name, ``recipe["layers.0.mixer.q_proj.weight"]``; the head has one whether tied or not.
 
-    `smooth` says that factors were moved between norms and weights before they were rounded
+    `smooth` says that SmoothQuant-style factors were moved between norms and weights before rounding
     (``exporter.quantization.smoothing``).
     """
 

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from coreml_programs import CHUNK, CONTEXT, Weights, built, coreml_decoder
-from exporter.quantization.grids import int4_per_group, int8_per_row
-from exporter.quantization.palettes import ENTRIES, palettize
+from recipes import recipe_of
 from tiny_checkpoints import CONFIGS, at, tiny_model
 from tiny_models import SPECS, call, one_thread, states_of, token_ids  # noqa: F401
 
@@ -29,6 +28,9 @@ from exporter.backends.coreml.runtime import MLPackageProgram
 from exporter.cache.plain import PlainKernels
 from exporter.checkpoint import open_checkpoint
 from exporter.errors import MissingPackageError
+from exporter.grids.int4 import int4_per_group
+from exporter.grids.int8 import int8_per_row
+from exporter.grids.palettized4 import ENTRIES, palettize
 from exporter.model.decoder import Decoder, parameter_shapes
 from exporter.programs import Limits
 from exporter.progress import Progress
@@ -169,7 +171,9 @@ def test_every_family_agrees_with_eager(family: str, tmp_path: Path) -> None:
     weights = checkpoint.load_state_dict(parameter_shapes(checkpoint.spec), lambda done, total: None)
     decoder = Decoder.from_state_dict(checkpoint.spec, states, kernels(CoreMLOptions()), weights)
     limits = Limits(max_context_length=64, max_prefill_chunk=24)
-    result = build(decoder, limits, CoreMLOptions(weights="float32"), tmp_path, Progress.silent().step)
+    options = CoreMLOptions(weights="float32")
+    recipe = recipe_of(decoder.spec, options)
+    result = build(decoder, limits, options, recipe, directory=tmp_path, step=Progress.silent().step)
     # Windows of 8: a chunk of three of them that straddles a ring's end, a small one that does, single tokens.
     splits = [5, 24, 1, 1, 3, *[1] * 10]
     ours = play(MLPackageProgram(tmp_path / result.program.file, result.program), decoder, splits)

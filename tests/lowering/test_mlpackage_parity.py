@@ -13,6 +13,7 @@ from typing import Literal
 import pytest
 import torch
 from oracle import oracle_logits
+from recipes import recipe_of
 from tiny_models import SPECS, call, one_thread, randomize, states_of, token_ids  # noqa: F401  (a fixture)
 
 from exporter.backends.coreml import build as coreml_build
@@ -42,7 +43,9 @@ def build(name: str, weights: Weights, folder: Path) -> tuple[Decoder, MLPackage
     states = state_specs(spec, CachePolicy(), CONTEXT, "static", "float16")
     decoder = randomize(Decoder(spec, states, PlainKernels()))
     limits = Limits(max_context_length=CONTEXT, max_prefill_chunk=CHUNK)
-    built = coreml_build.build(decoder, limits, CoreMLOptions(weights=weights), folder, silent)
+    options = CoreMLOptions(weights=weights)
+    recipe = recipe_of(spec, options)
+    built = coreml_build.build(decoder, limits, options, recipe, directory=folder, step=silent)
     return decoder, MLPackageProgram(folder / built.program.file, built.program)
 
 

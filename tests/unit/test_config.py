@@ -43,8 +43,7 @@ def test_defaults_and_paths_relative_to_the_yaml(tmp_path: Path) -> None:
 def test_a_preset_is_the_mapping_it_stands_for(tmp_path: Path, name: str) -> None:
     preset = load_config(write(tmp_path, MINIMAL | {"executorch": {"quantization": name}}))
     options = preset.options("executorch")
-    assert options.decoder == PRESETS[name]
-    assert options.decoder.is_quantized == options.rounds == (name != "none")
+    assert options == ExecutorchOptions(quantization=PRESETS[name])
     mapping = PRESETS[name].model_dump(mode="json")
     assert load_config(write(tmp_path, MINIMAL | {"executorch": {"quantization": mapping}})) == preset
     shipped = write(tmp_path, MINIMAL | {"executorch": {"quantization": {"linear": "int8"}}})
@@ -96,7 +95,13 @@ def test_an_unknown_key_of_a_section_of_a_section(tmp_path: Path) -> None:
         ({"name": "../escape"}, ["name = '../escape'"]),
         ({"cache": {"growth": "triple"}}, ["cache.growth = 'triple'", "double"]),
         ({"quantization": "accurate"}, ["'quantization' in the top level", "executorch"]),
-        ({"executorch": {"quantization": {"linear": "int3"}}}, ["executorch.quantization.linear = 'int3'", "int8"]),
+        (
+            {"executorch": {"quantization": {"linear": "int3"}}},
+            ["executorch.quantization = {'linear': 'int3'}", "linear one of none, int4, ", "int8"],
+        ),
+        ({"executorch": {"quantization": {"head": "float16"}}}, ["head one of none, int4, "]),
+        ({"coreml": {"weights": "int3"}}, ["coreml.weights = 'int3'", "one of float16, float32, int4, "]),
+        ({"coreai": {"weights": "none"}}, ["coreai.weights = 'none'", "one of float16, float32, int4, "]),
         (
             {"executorch": {"quantization": "tiny"}},
             ["executorch.quantization = 'tiny'", "one of none, accurate, balanced, small, or a mapping"],

@@ -40,12 +40,12 @@ LOADER_LEAFS = {
 """What a module that runs programs of a format may import besides its own folder."""
 
 SPEC = {f"exporter.spec.{part}" for part in ("model", "states", "manifest", "programs", "quantization", "recipe")}
-KINDS = {f"exporter.kinds{part}" for part in ("", ".attention", ".base", ".conv", ".full", ".policy", ".ring")}
+KINDS = {f"exporter.kinds{part}" for part in ("", ".attention", ".base", ".conv", ".policy")}
 DATA = {"exporter.data"}
 TRAITS = {"exporter.backends.base", "exporter.spec", "exporter.spec.checks"}
 LEAFS: dict[str, set[str]] = {
     "data": set(),
-    **{f"kinds/{part}": DATA | KINDS for part in ("__init__", "attention", "base", "conv", "full", "policy", "ring")},
+    **{f"kinds/{path.stem}": DATA | KINDS for path in (ROOT / "exporter" / "kinds").glob("*.py")},
     "spec/model": DATA | KINDS,
     "spec/states": DATA | KINDS | SPEC | {"exporter.errors"},
     "spec/manifest": DATA | KINDS | SPEC | {"exporter.errors"},

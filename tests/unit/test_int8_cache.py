@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import int8_rows
+from recipes import recipe_of
 from tiny_models import (
     CONV,
     GLOBAL,
@@ -32,7 +33,7 @@ from exporter.cache.storage import quantize_rows
 from exporter.config import CONFIG, CheckpointConfig
 from exporter.errors import BundleError, VerificationError
 from exporter.plan import growths, model_states
-from exporter.spec import CachePolicy, Comparison, ModelSpec, state_specs
+from exporter.spec import CachePolicy, Comparison, ModelSpec, QuantizationSpec, state_specs
 from runtime_ref.session import Session
 
 CONTEXT = 192
@@ -202,7 +203,8 @@ def test_a_manifest_over_float_caches_is_the_same_model(dtypes: tuple[CacheDType
     assert floats.states == session_of(dtype="float32").manifest.states and floats.cache.ring_slack == 3
     assert floats.with_float_caches() == floats
     assert manifest.is_quantized and not floats.is_quantized
-    rounded = floats.program.model_copy(update={"rounded": True})
+    recipe = recipe_of(manifest.model, QuantizationSpec(linear="int8"))
+    rounded = floats.program.model_copy(update={"recipe": recipe})
     assert floats.model_copy(update={"programs": (rounded,)}).is_quantized
 
 

@@ -1,8 +1,6 @@
 """Memory as the process itself holds it."""
 
-import gc
 import mmap
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +8,7 @@ from pathlib import Path
 import pytest
 
 from exporter.machine import (
-    NEW_OBJECTS,
-    STACK_WORDS,
-    collected_seldom,
     machine,
-    on_one_piece_of_stack,
     peak_memory_bytes,
     resident_bytes,
     resident_parts,
@@ -100,47 +94,3 @@ def test_large_blocks_go_back_at_once() -> None:
 
 def test_the_machine_in_a_line() -> None:
     assert "GiB, Python 3." in machine() and "\n" not in machine()
-
-
-def test_collections_are_few_inside_only() -> None:
-    thresholds, frozen = gc.get_threshold(), gc.get_freeze_count()
-
-    def count(objects: int) -> int:
-        """Of collections while that many objects are made that stay."""
-        before = sum(generation["collections"] for generation in gc.get_stats())
-        held = [[] for _ in range(objects)]
-        assert len(held) == objects
-        return sum(generation["collections"] for generation in gc.get_stats()) - before
-
-    outside = count(5 * NEW_OBJECTS)
-    with pytest.raises(KeyError), collected_seldom():
-        assert gc.get_freeze_count() > frozen + 1_000, "what there was is left out"
-        assert gc.get_threshold() == (NEW_OBJECTS, *thresholds[1:])
-        assert count(5 * NEW_OBJECTS) <= 5 < outside
-        raise KeyError
-    assert gc.get_threshold() == thresholds and gc.get_freeze_count() == frozen
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="counts pages as Linux does")
-def test_no_depth_of_calls_fetches_memory_at_every_turn() -> None:
-    """Of a loop of calls behind 0 to 199 others: of frames of some 20 words a piece of 16 KB ends among them, and what
-    the loop calls takes more than one of these."""
-    turns = 1_000
-
-    def inner() -> None:
-        pass
-
-    inner.__code__ = inner.__code__.replace(co_stacksize=100)
-
-    def faults(depth: int) -> int:
-        if depth:
-            return faults(depth - 1)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        for _ in range(turns):
-            inner()
-        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-    assert on_one_piece_of_stack(lambda: max(faults(depth) for depth in range(200))) < turns // 10
-    assert on_one_piece_of_stack.__code__.co_stacksize == STACK_WORDS
-    if sys.version_info < (3, 12):  # what it is for, as long as it is there
-        assert max(faults(depth) for depth in range(200)) > turns // 2

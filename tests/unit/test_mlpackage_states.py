@@ -17,7 +17,7 @@ from exporter.backends.coreml.evaluator.function import Function
 from exporter.backends.coreml.evaluator.states import plan
 from exporter.backends.coreml.runtime import MLPackageProgram
 from exporter.errors import BundleError, RuntimeLimitError
-from exporter.spec import PROGRAMS, MethodSpec, ProgramSpec, StateSpec
+from exporter.spec import PROGRAMS, MethodSpec, ProgramSpec, Recipe, StateSpec
 
 if importlib.util.find_spec("coremltools") is None:  # importing it would take seconds
     pytest.skip("coremltools is not installed", allow_module_level=True)
@@ -284,7 +284,7 @@ def spec_of(rows: int = 5, **functions: str) -> ProgramSpec:
     }  # fmt: skip
     return ProgramSpec(
         format="coreml", file="p.mlpackage", options={"weights": "float16", "keep_int8": []}, weights="float16",
-        rounded=True, layout="static", states=(log,), methods=methods, runtime="coreml", operators=(),
+        recipe=Recipe(kept=()), layout="static", states=(log,), methods=methods, runtime="coreml", operators=(),
     )  # fmt: skip
 
 

@@ -47,6 +47,14 @@ def test_every_section_takes_a_second_machine(name: str, tmp_path: Path) -> None
     assert len(lettered) > 5 and [line.replace("| A |", "| B |") for line in lettered] == others
 
 
+def test_a_run_that_was_cut_off_leaves_out_what_it_has_not() -> None:
+    begun = {"rows": {"gemma3_270m/small": {"export": {"file_bytes": 1e6, "cpu_seconds": 2, "peak_bytes": 3e6}}}}
+    assert real_models.accuracy(begun) == [] == real_models.memory(begun)
+    assert real_models.exports(begun) == [["Gemma 3 270M", "small", "1", "2", "3"]]
+    begun = {"rows": {"coreml/int8": {"export": {}}}}
+    assert apple_models.accuracy(begun) == [] == apple_models.costs(begun)
+
+
 def test_the_worst_of_all_chunk_lengths_is_given() -> None:
     def comparison(reference: str, largest: float, mean: float, argmax: float, greedy: str | None) -> dict[str, Any]:
         return {

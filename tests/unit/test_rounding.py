@@ -6,42 +6,56 @@ from pathlib import Path
 
 import pytest
 import torch
-from exporter.quantization.matrices import Storage, grids_of, store
+from recipes import recipe_of
 from tiny_models import GLOBAL, SLIDING, decoder_of, model
 from toy import toy_manifest
 
 from exporter import verify
 from exporter.backends import traits
+from exporter.backends.coreai.options import CoreAIOptions
 from exporter.backends.coreml.options import CoreMLOptions
 from exporter.config import CONFIG, CheckpointConfig
 from exporter.errors import BundleError, VerificationError
+from exporter.grids.base import store
 from exporter.quantization.rounding import round_weights
-from exporter.spec import Comparison, Manifest
+from exporter.spec import Comparison, Manifest, ReducedWeights
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(
-    "storage", [Storage("coreml", "int8"), Storage("coreml", "int4", ("v_proj", "lm_head")), Storage("coreai", "int4")]
+    "options",
+    [
+        CoreMLOptions(weights="int8"),
+        CoreMLOptions(weights="int4", keep_int8=("v_proj", "lm_head")),
+        CoreMLOptions(),
+        CoreAIOptions(weights="int4"),
+        CoreAIOptions(),
+    ],
 )
-def test_every_matrix_is_rounded_once_and_a_tied_one_stays_tied(storage: Storage, tied: bool) -> None:
-    if storage.format == "coreai":
+def test_every_matrix_is_rounded_once_and_a_tied_one_stays_tied(options: ReducedWeights, tied: bool) -> None:
+    """On integers and palettes; half precision is compared with the float model itself."""
+    if options == CoreAIOptions(weights="int4"):
         pytest.importorskip("coreai_opt")
     decoder, float_decoder = (decoder_of(model(SLIDING, GLOBAL, tie_word_embeddings=tied)) for _ in range(2))
-    round_weights(decoder, storage)
+    recipe = recipe_of(decoder.spec, options)
+    round_weights(decoder, recipe)
     assert (decoder.lm_head.weight is decoder.embed_tokens.weight) == tied
-    before, kept = dict(float_decoder.named_parameters()), grids_of(float_decoder, storage)
-    for name, parameter in decoder.named_parameters():
-        want = store(before[name], kept[name]).values() if name in kept else before[name]
-        assert torch.equal(parameter, want), name
+    for name, weight in float_decoder.named_parameters():
+        kept = recipe.grid(name)
+        reduced = weight.ndim == 2 and name.endswith(".weight") and options.weights != "float16"
+        assert kept.is_float != reduced
+        want = store(weight, kept).values() if reduced else weight
+        assert torch.equal(decoder.get_parameter(name), want), name
 
 
 def of_format(format: str, weights: str) -> Manifest:
     manifest = toy_manifest()
     options = traits(format).options(weights=weights)
+    recipe = recipe_of(manifest.model, options)
     program = manifest.program.model_copy(
         update={
-            "format": format, "options": options.model_dump(mode="json"), "weights": options.described,
-            "rounded": options.rounds,
+            "format": format, "options": options.model_dump(mode="json"), "weights": options.described(recipe),
+            "recipe": recipe,
         }
     )  # fmt: skip
     return manifest.model_copy(update={"programs": (program,)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import pkgutil
@@ -17,6 +18,7 @@ import pytest
 import exporter.tricks
 from exporter.tricks import base
 from exporter.tricks.base import Trick, fits, installed, patched, trick
+from exporter.tricks.rare_collections import NEW_OBJECTS, rare_collections
 
 ROOT = Path(__file__).parents[2]
 NAMES = [module.name for module in pkgutil.iter_modules(exporter.tricks.__path__) if module.name != "base"]
@@ -146,3 +148,22 @@ def test_a_patch_is_undone_whatever_happens(error: type[Exception] | None) -> No
 def test_what_is_not_there_cannot_be_patched() -> None:
     with pytest.raises(AssertionError, match="no gone"), patched(Parent, "gone", 1):
         pass
+
+
+def test_collections_are_few_inside_only() -> None:
+    thresholds, frozen = gc.get_threshold(), gc.get_freeze_count()
+
+    def count(objects: int) -> int:
+        """Of collections while that many objects are made that stay."""
+        before = sum(generation["collections"] for generation in gc.get_stats())
+        held = [[] for _ in range(objects)]
+        assert len(held) == objects
+        return sum(generation["collections"] for generation in gc.get_stats()) - before
+
+    outside = count(5 * NEW_OBJECTS)
+    with pytest.raises(KeyError), rare_collections():
+        assert gc.get_freeze_count() > frozen + 1_000, "what there was is left out"
+        assert gc.get_threshold() == (NEW_OBJECTS, *thresholds[1:])
+        assert count(5 * NEW_OBJECTS) <= 5 < outside
+        raise KeyError
+    assert gc.get_threshold() == thresholds and gc.get_freeze_count() == frozen

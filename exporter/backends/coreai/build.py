@@ -72,7 +72,6 @@ def build(
         options=options.model_dump(mode="json"),
         weights=options.described(recipe),
         recipe=recipe,
-        rounded=not recipe.is_float32,
         layout=TRAITS.layout,
         states=decoder.states,
         methods={method: own.interface for method, own in contracts.items()},
@@ -102,7 +101,7 @@ def check_traced(
 
 
 def apples_word(kind: CacheKind) -> str:
-    """What Apple's metadata calls a state. A ``fixed`` one turns off going back to a shorter conversation."""
+    """The kind of a state in Apple's metadata. A ``fixed`` state forbids rewinding to a shorter conversation."""
     if kind.grows:
         return "kv_cache"
     return "sliding_cache" if kind.rewinds else "fixed"

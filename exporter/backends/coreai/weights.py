@@ -18,7 +18,7 @@ import torch
 
 from exporter.backends.coreai.library import library
 from exporter.errors import UnsupportedModelError
-from exporter.grids import store
+from exporter.grids.base import store
 from exporter.quantization.modules import pack_nibbles
 from exporter.spec import GridSpec
 

@@ -71,7 +71,6 @@ def build(
         options=options.model_dump(mode="json"),
         weights=options.described(recipe),
         recipe=recipe,
-        rounded=not recipe.is_float32,
         layout=TRAITS.layout,
         states=decoder.states,
         methods=interfaces,

@@ -1,4 +1,4 @@
-"""The graph contract of a saved package, held to the operators in its file.
+"""The graph contract of a saved package, checked on the operators in its file.
 
 Letters: Q query_len, S seq_len.
 """
@@ -22,7 +22,7 @@ from exporter.spec import CheckResult, ProgramSpec
 
 _ROWS = frozenset({"slice_update", "slice_by_index"})
 MOST_READS = 2
-"""A state is read once for what it held and, where a method attends after the write, once more for what it holds."""
+"""A state is read once before the write and, where a method attends after the write, once more."""
 
 
 def check_file(
@@ -35,7 +35,7 @@ def check_file(
 def check_package(
     package: Package, contracts: Sequence[ProgramContract], limits: FileLimits = DEFAULT_LIMITS
 ) -> list[CheckResult]:
-    """Every check on every function, then those of the file as a whole.
+    """Every check on every function, then those of the whole file.
 
     Raises:
         GraphContractError: the package has other functions than the contracts.
@@ -102,8 +102,8 @@ def no_whole_state_copy(function: Function, contract: ProgramContract) -> CheckR
 
 
 def dynamic_ranges(package: Package, function: Function, contract: ProgramContract) -> CheckResult:
-    """Every dynamic axis has the declared range, as a range; beside it no input lists shapes or is fixed, which Core ML
-    takes for a list of one."""
+    """Every dynamic axis has the declared range, as a range. No other input lists shapes or is fixed: Core ML takes a
+    fixed shape for a list of one."""
     problems, shown = [], []
     records = {record.name: record.type.multiArrayType for record in package.descriptions()[function.name].input}
     declared = contract.interface.inputs[:2]
@@ -130,8 +130,8 @@ def dynamic_ranges(package: Package, function: Function, contract: ProgramContra
 
 
 def weights_stored_once(package: Package, program: str, limits: FileLimits) -> CheckResult:
-    """Repeated bytes of the weights file stay below a small share of the unique ones, over all functions; a large
-    constant repeats another in whatever order it holds the same numbers."""
+    """Repeated bytes of the weights file stay below a small share of the unique ones, over all functions. A large
+    constant with the same numbers in another order counts as repeated."""
     content: dict[bytes, list[int]] = {}
     for blob in {blob.offset: blob for blob in package.blobs()}.values():
         data = package.weights[blob.offset : blob.offset + blob.size].data

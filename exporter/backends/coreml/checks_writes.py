@@ -22,8 +22,8 @@ def write_index_is_definition(package: Package, function: Function, contract: Pr
     """Computed for sampled lengths, every write covers the rows the definition says.
 
     A slice starts at the row of position S - Q (``(S - Q) mod C`` in a ring) and is Q rows long. A state rewritten by a
-    gather over itself and the chunk takes, for each row, the chunk's newest token that lands on it, and itself where
-    there is none.
+    gather over itself and the chunk takes, for each row, the chunk's newest token that belongs on it, or the old row
+    where there is none.
     """
     calls = sample_lengths(contract)
     states = contract.positional
@@ -48,7 +48,7 @@ def write_index_is_definition(package: Package, function: Function, contract: Pr
 
 @dataclass(frozen=True)
 class Write:
-    """The operator that makes the new content of a state."""
+    """The operator that computes the new content of a state."""
 
     package: Package
     function: Function
@@ -56,7 +56,7 @@ class Write:
     operation: Operation
 
     def problem(self, calls: list[Call]) -> str | None:
-        """The first thing wrong with it."""
+        """The first problem, if there is one."""
         if not self.starts_from_the_state():
             return f"{self.state.name} is written from {self.operation.name}, which does not start from its own rows"
         for call in calls:
@@ -75,7 +75,7 @@ class Write:
         return None
 
     def starts_from_the_state(self) -> bool:
-        """Whether the rows that stay are the state's own: a slice's base, or the first part of a gather's source."""
+        """Whether unchanged rows are the state's own: a slice's base, or the first part of a gather's source."""
         made = producers(self.function)
         (base,) = self.operation.inputs["x"]
         if self.operation.type == "gather":
@@ -107,7 +107,7 @@ class Write:
 
 
 def row_sources(state: StateSpec, call: Call) -> np.ndarray:
-    """The row of ``[state, chunk]`` that each row takes, int64 ``[C]``, slowly and from the definition."""
+    """The row of ``[state, chunk]`` that each row takes, int64 ``[C]``, directly from the definition."""
     sources = np.arange(state.rows)
     for position in range(call.offset, call.seq_len):
         row = state.cache_kind.row_of(position, state.rows)

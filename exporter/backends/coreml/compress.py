@@ -1,7 +1,7 @@
 """Weights of a converted program on grids of integers or palettes.
 
-Every matrix is compressed once, however many functions and operators read it, and stands in each function behind the
-``constexpr_`` operator that expands it; a tied embedding and head stay one matrix.
+Every matrix is compressed once, however many functions and operators read it. Each function expands it with a
+``constexpr_`` operator. A tied embedding and head stay one matrix.
 
 Letters: N output channels (rows), K input channels, E entries of a palette.
 """
@@ -18,7 +18,7 @@ from coremltools.converters.mil.mil import Program, types
 from coremltools.converters.mil.mil.scope import ScopeInfo
 
 from exporter.backends.coreml.convert import memory_of
-from exporter.grids import store
+from exporter.grids.base import store
 from exporter.spec import GridSpec, Recipe
 
 _MATRICES = {("linear", "weight"), ("gather", "x")}
@@ -27,7 +27,7 @@ Emit = Callable[..., Any]
 
 
 def compress(program: Program, twin: torch.nn.Module, recipe: Recipe) -> int:
-    """Put the matrices of every function of `program` on their grids; returns how many different ones there were.
+    """Put the matrices of every function of `program` on their grids; returns the number of different matrices.
 
     Args:
         program: converted over the memory of `twin`, by which its constants are known.
@@ -58,7 +58,7 @@ def compress(program: Program, twin: torch.nn.Module, recipe: Recipe) -> int:
 
 
 def _named_as_decoder(twin: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """The parameters under the names they have without the casts around their modules."""
+    """The parameters by their names without the casts around their modules."""
     for name, parameter in twin.named_parameters(remove_duplicate=False):
         yield name.replace(".inner.", "."), parameter
 

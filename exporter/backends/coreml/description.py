@@ -10,7 +10,7 @@ from exporter.backends.coreml.traits import TRAITS
 from exporter.describe import FileDescription, FunctionDescription, Row
 
 _ARRAY_DTYPES = {65568: "float32", 65600: "float64", 65552: "float16", 131104: "int32", 131080: "int8"}
-"""The numbers of Core ML's array types."""
+"""Core ML's array types by their number."""
 _COMPRESSED = "constexpr_"
 
 
@@ -45,9 +45,9 @@ def _row(name: str, array: Any) -> Row:
 
 
 def weight_bytes(package: Package) -> dict[str, int]:
-    """The bytes of the weights file by what they hold, each place once.
+    """The bytes of the weights file by content, each place once.
 
-    Tables of a palette are counted as ``lut``, scales of integers as ``scales``; everything else by its dtype.
+    Tables of a palette count as ``lut``, scales of integers as ``scales``, everything else by its dtype.
     """
     places: dict[int, tuple[str, int]] = {}
     for function in package.functions().values():

@@ -1,6 +1,6 @@
-"""A saved package as it stands in its files: functions, operators, constants, weights.
+"""A saved package as its files have it: functions, operators, constants, weights.
 
-Only the protocol buffers of coremltools take part, none of its converter: what is checked is what an app will load.
+Of coremltools only the protocol buffers are used, not the converter: what is checked is what an app will load.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DTYPES = {
     "INT4": "int4", "UINT4": "uint4", "INT8": "int8", "UINT8": "uint8", "INT16": "int16", "UINT16": "uint16",
     "INT32": "int32", "UINT32": "uint32", "INT64": "int64",
 }  # fmt: skip
-"""MIL's names of dtypes in the words of the manifest."""
+"""MIL's dtypes by the manifest's names."""
 _BYTES = {"float16": np.float16, "int8": np.int8, "uint8": np.uint8, "int16": np.int16, "uint16": np.uint16,
           "uint32": np.uint32}  # fmt: skip
 
@@ -49,7 +49,7 @@ class Blob:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operator; `inputs` are names of values by parameter, constants written in place have names of their own."""
+    """One operator; `inputs` are names of values by parameter; constants written in place get names of their own."""
 
     type: str
     name: str
@@ -63,7 +63,7 @@ class Operation:
 
 @dataclass
 class Function:
-    """One function: what the program says of it, straight-line."""
+    """One straight-line function."""
 
     name: str
     inputs: dict[str, Typed]
@@ -76,7 +76,7 @@ class Function:
 
 
 def read_spec(path: Path) -> Any:
-    """The model specification of the package at `path`. coremltools' own reader writes Manifest.json anew."""
+    """The model specification of the package at `path`. coremltools' own reader would rewrite Manifest.json."""
     from coremltools.proto import Model_pb2
 
     spec = Model_pb2.Model()
@@ -105,7 +105,7 @@ class Package:
         return BundleError(f"package {self.path.name}", got=got, expected=expected, repair="Export the model again.")
 
     def _check_manifest(self) -> None:
-        """Whether Core ML, which goes by the manifest, would find the model that is read here."""
+        """Whether Core ML, which follows the manifest, would find the model that is read here."""
         try:
             manifest = json.loads((self.path / "Manifest.json").read_text(encoding="utf-8"))
             model = manifest["itemInfoEntries"][manifest["rootModelIdentifier"]]["path"]
@@ -130,7 +130,7 @@ class Package:
         return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
 
     def descriptions(self) -> dict[str, Any]:
-        """The interface that an app sees, by function: the specification's own records."""
+        """The interface that an app sees, by function, from the specification."""
         return {record.name: record for record in self.spec.description.functions}
 
     def functions(self) -> dict[str, Function]:

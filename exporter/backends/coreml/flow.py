@@ -1,7 +1,7 @@
 """A function of a package as a `Flow`, for the checks that all formats share.
 
-A `read_state` is the one read of a state: what it returns is the state as it was then, whoever uses it and when. A
-`write_state` is placed by every index on the way from the state's old content to the new one.
+`read_state` returns the state as it is at that point, whenever its result is used. A `write_state` is placed by every
+index between the state's old content and the new one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from exporter.backends.coreml.file import Function, Operation
 from exporter.graph.flow import Flow, Step
 
-# Parameters that say where rows go or come from, and those that make a result's shape.
+# Parameters that say where rows go or come from, and parameters that determine a result's shape.
 _POSITIONS = {
     "slice_update": ("begin", "end", "stride"),
     "gather": ("indices",),
@@ -30,7 +30,7 @@ _SHAPES = {
 
 
 def flow_of(function: Function) -> Flow:
-    """The function as steps; its inputs and states keep their names. Integers of the program are literals, and no
+    """The function as steps; its inputs and states keep their names. Integers of the program are literals, not
     constants of the flow."""
     weights = frozenset(
         name for name in function.constants if function.types[name].dtype not in {"int32", "bool", "string"}
@@ -61,7 +61,7 @@ def _steps(function: Function, operation: Operation) -> Iterator[Step]:
         return
     shaping = tuple(name for parameter, name in bound if parameter in _SHAPES.get(operation.type, ()))
     reads = tuple(name for _, name in bound)
-    if shaping:  # the shape of the result is the content of these
+    if shaping:  # the content of these is the shape of the result
         made = f"shape of {label}"
         yield Step(made, "mil::shape_argument", reads=shaping, results=(made,), data_shaped=True)
         reads += (made,)
@@ -73,7 +73,7 @@ def producers(function: Function) -> dict[str, Operation]:
 
 
 def positions(function: Function, value: str, state: str) -> Iterator[str]:
-    """Every index on the way from what `state` held to `value`."""
+    """Every index between the old content of `state` and `value`."""
     made = producers(function)
     carries: set[str] = set()
     for operation in function.operations:

@@ -2,9 +2,9 @@
 
 Letters: Q query_len, S seq_len, T rows attended to, H heads, K KV heads, G = H / K, D head_dim; the batch is 1.
 
-Global layers read their S live rows by a slice whose end is a shape, so that a step costs what the conversation holds
-and not `max_context_length`. Rings are read whole under a mask: their shape stays fixed. Core ML fills a new state with
-zeros and every row written since is finite, so a masked row needs no zeroing.
+Global layers read their S live rows by a slice whose end is a shape, so a step costs what the conversation holds, not
+`max_context_length`. Rings are read whole under a mask: their shape stays fixed. Core ML fills a new state with zeros
+and every row written since is finite, so masked rows need not be zeroed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from exporter.cache.storage import HalfRows
 
 
 class CoremlRing(RingKVCache):
-    """A ring whose unwritten rows are zeros already."""
+    """A ring whose unwritten rows are zero."""
 
     def written(self, rows: States, count: int) -> States:
         return rows
 
 
 class CoremlFull(FullKVCache):
-    """A global layer's cache that hands out the live rows only."""
+    """A global layer's cache that returns only the live rows."""
 
     def update_and_fetch(self, chunk: States, offset: int) -> States:
         self.update(chunk, offset)
@@ -79,5 +79,5 @@ class CoremlKernels(PlainKernels):
 
 
 def hiding(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`masks.additive` as a product: MIL types a select between two numbers as a number, whatever its condition."""
+    """`masks.additive` as a product: MIL types a select between two scalars as a scalar, even under a tensor."""
     return (visible.to(dtype) - 1.0) * -(torch.finfo(dtype).min / 2)

@@ -1,4 +1,4 @@
-"""The decoder with its caches inside: the one wrapper Core ML needs, traced once for each method.
+"""The decoder with its caches as buffers, which Core ML needs; traced once for each method.
 
 Letters: Q query_len, S seq_len, V vocab_size.
 """

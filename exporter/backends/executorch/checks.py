@@ -46,7 +46,7 @@ _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
 def check_file(
     file: PteBytes, contracts: Sequence[ProgramContract], demands: ContractFile, recorded: ProgramSpec | None
 ) -> list[CheckResult]:
-    """See `ChecksModule.check_file`. A program on record may call the kernels that the record lists."""
+    """See `ChecksModule.check_file`. A recorded program may call the kernels that its record lists."""
     operators = demands.operators(*runtime_registry()) if recorded is None else frozenset(recorded.operators)
     return check_lowered(file.data, demands.bind(contracts), operators, demands.limits)
 
@@ -133,7 +133,7 @@ def write_index_is_definition(plan: Plan, flow: Flow, contract: ProgramContract)
 
 
 def _numbers(plan: Plan, contract: ProgramContract, lengths: Lengths) -> dict[int, Any]:
-    """The integers of a plan for concrete lengths, as far as they come from sizes of inputs."""
+    """The integers of a plan for concrete lengths, as far as they are computed from sizes of inputs."""
     query, sequence = plan.inputs[:2]
     sizes = {(query, 1): lengths.query_len, (sequence, 1): lengths.seq_len}
     known: dict[int, Any] = {i: v.int_val for i, v in enumerate(plan.values) if isinstance(v, schema.Int)}
@@ -146,7 +146,7 @@ def _numbers(plan: Plan, contract: ProgramContract, lengths: Lengths) -> dict[in
             left, right = (known.get(a) for a in arguments)
             known[out] = None if left is None or right is None else _ARITHMETIC[name](left, right)
         else:
-            # Whatever else defines a number is not known.
+            # Numbers from anything else are unknown.
             known.update((a, None) for a in call.args[-1:] if isinstance(plan.values[a], schema.Int))
     return known
 
@@ -190,7 +190,7 @@ def finite_constants(data: bytes | mmap.mmap, file: PteFile, plan: Plan, contrac
 
 
 def dynamic_ranges(plan: Plan, contract: ProgramContract) -> CheckResult:
-    """Every input's upper bounds are the declared ones, and an input with a range is resizable."""
+    """Every input's upper bounds are the declared ones; an input with a range is resizable."""
     problems, shown = [], []
     for value, declared in zip(plan.inputs, contract.interface.inputs, strict=True):
         tensor = plan.tensor(value)
@@ -218,7 +218,7 @@ def last_token_logits_only(plan: Plan, trace: Trace, contract: ProgramContract) 
             problems.append(f"the outputs are {shapes}, expected one of [1, {vocab}]")
         for index in range(len(plan.values)):
             shape = plan.shape(index)
-            # A transposed weight has V among its sizes too, and descends from no input.
+            # A transposed weight has V among its sizes too, but depends on no input.
             if (
                 shape
                 and query > 1
@@ -247,7 +247,7 @@ def delegated_share(plan: Plan, contract: ProgramContract) -> CheckResult:
     if len(known) == len(nodes):
         inside, what = sum(known), "operators in"
     else:
-        # An opaque payload counts as one operator, which understates the share.
+        # A payload that cannot be read counts as one operator, so the real share is larger.
         inside, what = sum(1 if n is None else n for n in nodes), "operators, at least, in"
     share = inside / (inside + outside) if inside + outside else 0.0
     evidence = f"{inside} {what} {len(calls)} delegate calls, {outside} kernels outside: {share:.0%}"
@@ -276,7 +276,7 @@ def weights_stored_once(data: bytes | mmap.mmap, file: PteFile, limits: FileLimi
     return CheckResult(
         name="weights_stored_once",
         program=_whole(file),
-        # No repetition at all meets any limit, 0 too.
+        # No repetition meets any limit, 0 included.
         passed=not stored.duplicate_bytes or stored.duplicate_share < limits.max_duplicate_share,
         evidence=evidence + (f"; repeated: {'; '.join(shown)}" if shown else ""),
     )

@@ -1,4 +1,4 @@
-"""What a `.pte` says of itself. Its values have no names, and nothing tells a state from another input."""
+"""What a `.pte` says of itself. Its values have no names, and a state looks like any other input."""
 
 from __future__ import annotations
 

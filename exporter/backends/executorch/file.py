@@ -1,7 +1,6 @@
-"""Read a `.pte`: its plans, instruction by instruction, and where in the file its data lie.
+"""Read a `.pte`: its plans, instruction by instruction, and the places of its data in the file.
 
-The file is read with ExecuTorch's own schema code. Segments are looked at where they are, never copied: a `.pte` is
-mostly weights.
+The file is read with ExecuTorch's own schema code. Segments are read in place, never copied: they are mostly weights.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class Plan:
         return found if isinstance(found, schema.Tensor) else None
 
     def place(self, value: int) -> tuple[int, int] | None:
-        """Where the planner put a tensor: arena and offset."""
+        """The place of a tensor in planned memory: arena and offset."""
         tensor = self.tensor(value)
         if tensor is None or tensor.allocation_info is None:
             return None
@@ -160,7 +159,7 @@ def read_pte(data: bytes | mmap.mmap) -> PteFile:
         file = _parse(data, header.program_size, header.segment_base_offset)
     except GraphContractError:
         raise
-    except Exception as error:  # whatever a reader may meet in damaged bytes
+    except Exception as error:  # damaged bytes may raise anything
         raise _damaged(f"a program that does not parse ({type(error).__name__})") from error
     beyond = next((blob for blob in file.blobs() if blob.offset + blob.size > len(data)), None)
     if beyond is not None:

@@ -28,7 +28,7 @@ def flow_of_plan(plan: Plan, names: tuple[str, ...]) -> Flow:
     Raises:
         GraphContractError: the plan does not take as many inputs as there are names, or reads what nothing wrote.
     """
-    # Without their schemas, writes to a cache would look like results of their own.
+    # Without these schemas, writes to a cache would look like new results.
     from executorch.extension.llm.custom_ops import custom_ops  # noqa: F401  registers llama::*
 
     if len(plan.inputs) != len(names):
@@ -43,7 +43,7 @@ def flow_of_plan(plan: Plan, names: tuple[str, ...]) -> Flow:
     return Flow(
         inputs=dict(reader.inputs.items()),
         constants=dict(reader.constants.items()),
-        # Integers are arithmetic the compiler lifted: an offset, a table of slots. Anything else is a weight.
+        # Integers are folded arithmetic, such as an offset or a table of slots. The rest are weights.
         parameters=frozenset(
             name for value, name in reader.constants.items() if plan.scalar_type(value) not in _INTEGERS
         ),
@@ -77,7 +77,7 @@ class _Reader:
         self._roots: dict[int, int] = {}
 
     def steps(self, index: int, call: schema.InstructionArguments) -> Iterator[Step]:
-        """The instruction, after the views it reads that have no instruction of their own."""
+        """The instruction, preceded by the views it reads that have no instruction of their own."""
         if isinstance(call, schema.KernelCall):
             step = self._kernel(index, call)
         elif isinstance(call, schema.DelegateCall):
@@ -85,7 +85,7 @@ class _Reader:
         elif isinstance(call, schema.MoveCall):
             step = Step(f"#{index} move", "move", reads=(call.move_from,), results=(call.move_to,))
         else:
-            return  # freeing a value moves no data
+            return  # freeing moves no data
         for value in (*step.reads, *step.sizes):
             if value not in self._defined:
                 yield self._static_view(index, value)
@@ -101,7 +101,7 @@ class _Reader:
             self._held[place] = value
 
     def _static_view(self, index: int, value: Value) -> Step:
-        """A view of fixed shape is no instruction: the planner gives it the place of the tensor it looks at.
+        """A view of fixed shape has no instruction: the planner gives it the place of its base tensor.
 
         Raises:
             GraphContractError: nothing was written at that place.
@@ -127,7 +127,7 @@ class _Reader:
         else:
             reads = [v for v in arguments if v in self._defined]
             results = [v for v in arguments if v not in self._defined]
-            # An opaque payload does not say which arguments it reads: what looks like a result may be a view.
+            # A payload does not say which arguments it reads: an apparent result may be a view.
             reads += [self._held[p] for v in results if (p := self.plan.place(v)) in self._held]
         return Step(
             label=f"#{index} {delegate.backend}[{call.delegate_index}]",

@@ -24,7 +24,7 @@ class RingKVCache(plain.RingKVCache):
     """`plain.RingKVCache` with in-place row writes."""
 
     def fetch_and_concat(self, chunk: States, offset: int) -> States:
-        """The chunk, then those slots alone that hold a token: a prompt's first chunk attends to nothing else."""
+        """The chunk, then only those slots that hold a token: a prompt's first chunk attends to itself alone."""
         rows = chunk[0].shape[1] + masks.held_slots(offset, self.capacity)
         return tuple(torch.cat(pair, 1).narrow(1, 0, rows) for pair in zip(chunk, self.states, strict=True))
 
@@ -32,7 +32,7 @@ class RingKVCache(plain.RingKVCache):
         return masks.chunk_first_window_causal_mask(offset, query_len, self.capacity, self.window)
 
     def update(self, chunk: States, offset: int) -> None:
-        """Rows are written in order of position, so where a chunk laps the ring the newest token of a slot stays."""
+        """Rows are written in order of position: if a chunk is longer than the ring, slots keep the newest tokens."""
         start = offset % self.capacity
         slots = masks.ring_slots(offset, chunk[0].shape[1], self.capacity).view(1, -1)
         for state, rows in zip(self.states, chunk, strict=True):
@@ -55,13 +55,13 @@ class FullKVCache(plain.FullKVCache):
 
 
 class Int8Rows(storage.Int8Rows):
-    """`storage.Int8Rows`, decoded, where ``llama::custom_quantized_sdpa`` does not attend, by one kernel that XNNPACK
-    leaves alone.
+    """`storage.Int8Rows`, decoded by one kernel that XNNPACK does not take; for attention other than
+    ``llama::custom_quantized_sdpa``.
 
-    Plain aten's product becomes two steps: a conversion, which copies the whole state (the graph contract refuses it),
-    and a product, which the partitioner has been seen to put into one delegate with the encoding of a row, perhaps the
-    very row that must be written before this read. The kernel makes a float copy of every row it is given, in memory
-    planned for the longest context.
+    As plain aten, decoding becomes a conversion, which copies the whole state (the graph contract refuses it), and a
+    product, which the partitioner may put into one delegate with the encoding of a row, perhaps the row that must be
+    written before this read. The kernel makes a float copy of every row it is given, in memory planned for the longest
+    context.
     """
 
     def dequantize(self, integers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -98,7 +98,7 @@ def batched_attention(
     """`plain.attention` of one sequence as two batched products that XNNPACK takes whole, ``[1, Q, H, D]``.
 
     A KV head's queries stand one below the other, ``[K, Q*G, D]``, with the mask ``[Q, T]`` repeated for each of the G.
-    Every view leaves one length open at most.
+    Every view has at most one dynamic length.
     """
     num_heads, head_dim = query.shape[2:]
     num_kv_heads = keys.shape[2]
@@ -122,7 +122,7 @@ def batched_attention(
 class ExecutorchKernels(plain.PlainKernels):
     """`CacheKernels` on the ``llama::`` operators; softcaps and sinks, which they lack, take the plain attention.
 
-    Laid out for the kernels of `native/`, which leave out what a mask hides.
+    The layout for the kernels of `native/`, which skip masked rows.
     """
 
     name = "executorch"
@@ -146,15 +146,14 @@ class ExecutorchKernels(plain.PlainKernels):
 
 
 class StockKernels(ExecutorchKernels):
-    """Laid out for ExecuTorch's own operators. ``llama::custom_sdpa`` computes what a mask hides as well, and in a way
-    of its own: of a chunk, XNNPACK does that in two thirds of the time. ``llama::custom_quantized_sdpa`` multiplies
-    number by number where the processor is none of ARM's: decoding int8 rows first takes half the time for a token and
-    a twentieth for a chunk."""
+    """The layout for ExecuTorch's own operators. ``llama::custom_sdpa`` computes masked rows too; for a chunk, XNNPACK
+    takes two thirds of its time. ``llama::custom_quantized_sdpa`` multiplies one element at a time except on ARM:
+    decoding int8 rows first takes half the time for a token and a twentieth for a chunk."""
 
     def attend_masked(self, query: torch.Tensor, rows: States, visible: torch.Tensor, extras: Extras) -> torch.Tensor:
         if not extras.plain_softmax:
             return super().attend_masked(query, rows, visible, extras)
-        # One query: a delegate that attended and encoded int8 rows would depend on itself through the decoding kernel.
+        # One query: a delegate that attends and encodes int8 rows would depend on itself through the decoding kernel.
         if query.shape[1] == 1:
             return super().attend_masked(*self.decoded(query, rows), visible, extras)
         kept, mask = self.storage(rows), masks.additive(visible, query.dtype)

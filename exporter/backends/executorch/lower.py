@@ -1,7 +1,7 @@
 """Lower traced programs to one ExecuTorch `.pte` with a method each.
 
-The caller owns the states: they are inputs, written in place, and no output. Lowering by itself adds write-back copies
-of whole states and lists them among the outputs; `InPlaceStatePass` removes both.
+The caller owns the states: they are inputs, written in place, not outputs. Lowering adds write-back copies of whole
+states and lists states among the outputs; `InPlaceStatePass` removes both.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ class InPlaceStatePass(ToOutVarPass):
 
 
 def _is_state(node: Node) -> bool:
-    """An input, or what a copy into an input returns."""
+    """An input, or the result of a copy into an input."""
     copied = node.target is torch.ops.aten.copy_.default and node.args[0]
     return node.op == "placeholder" or (isinstance(copied, Node) and copied.op == "placeholder")
 
 
 def _order_writes(graph: Graph) -> None:
-    """Put every write where its meaning says, whatever the partitioner made of the order.
+    """Restore the order of every write among the reads of its tensor, which the partitioner may have changed.
 
-    A write has no user, so to a graph its place among the readers of the same tensor means nothing, and XNNPACK's
-    partitioner has been seen to schedule a ring's read behind it. By construction (`backends.executorch.cache`),
+    A write has no user, so a graph does not keep its order among the readers of the same tensor: XNNPACK's partitioner
+    has scheduled a ring's read after it. By construction (`backends.executorch.cache`),
     `update_cache_with_indices` follows everything that reads its cache and `update_cache` precedes it. With these as
     dependencies the graph is sorted again; a node moves only where its dependencies make it.
     """

@@ -21,8 +21,8 @@ class ExecutorchOptions(FormatOptions):
     """How an ExecuTorch program keeps its weights, and what it attends with.
 
     `quantization` is a mapping or the name of a preset. `kernels` is `ring`, the kernels of `native/`, which an app
-    links, or `stock`, those that every build of ExecuTorch has. Either file runs with either, to the same results; what
-    differs is who gets a prefill's attention of sliding layers, ``llama::custom_sdpa`` or XNNPACK.
+    links, or `stock`, those that every build of ExecuTorch has. Either file runs on either kernels, up to rounding.
+    They differ in a prefill's attention of sliding layers: ``llama::custom_sdpa`` or XNNPACK.
     """
 
     quantization: QuantizationSpec = QuantizationSpec()

@@ -1,7 +1,7 @@
-"""The attention of `native/` in this process, in place of ExecuTorch's ``llama::custom_sdpa``.
+"""The attention kernels of `native/` in this process, in place of ExecuTorch's ``llama::custom_sdpa``.
 
-The sources are what an app links. Here they are compiled once for this machine's processor, by the compiler that it
-has, into the user's cache.
+An app links the same sources. Here they are compiled once for this machine's processor, by its own compiler, into the
+user's cache.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def compiler() -> str | None:
 
 
 def _identity(tool: str) -> str:
-    """Names what the library depends on: the sources, the flags, ExecuTorch, and the compiler with its processor."""
+    """A digest of what the library depends on: the sources, the flags, ExecuTorch, the compiler, the processor."""
     from importlib.metadata import version
 
     macros = subprocess.run([tool, NATIVE, "-dM", "-E", "-x", "c++", os.devnull], capture_output=True, check=True)
@@ -52,7 +52,7 @@ def _identity(tool: str) -> str:
 
 @functools.cache
 def build() -> Path | None:
-    """The compiled library, made if it is not there yet; None where no compiler can make it."""
+    """The compiled library, built if it is not there yet; None where no compiler can build it."""
     tool = compiler()
     if tool is None:
         return None
@@ -93,9 +93,9 @@ def _load() -> ctypes.CDLL | None:
 
 
 def use_ring_kernels(use: bool) -> bool:
-    """Let the methods loaded from now on attend with these kernels, or with ExecuTorch's; whether they will.
+    """Choose the attention kernels of methods loaded from now on: these or ExecuTorch's. True if they are these.
 
-    Without a compiler they attend with ExecuTorch's, to the same results but slower.
+    Without a compiler they are ExecuTorch's: the same results, but slower.
     """
     library = _load()
     return library is not None and bool(library.ring_use_kernels(int(use)))

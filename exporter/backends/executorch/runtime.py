@@ -21,8 +21,8 @@ from exporter.tricks.packed_weights import packed_weights
 def prepare(threads: int | None = None) -> int:
     """See `RuntimeModule.prepare`; `threads` is the size of ExecuTorch's own pool from here on.
 
-    Torch is to keep to one thread: a second one, woken by the choice of a token from the logits, goes on spinning
-    beside the pool's and takes an eighth of Gemma 3 270M's decode.
+    Torch must keep to one thread: a second one, started by choosing a token from the logits, goes on spinning beside
+    the pool's threads and costs an eighth of Gemma 3 270M's decode.
     """
     with native_stderr_hidden():
         # Importing registers the kernels that the file calls by name.
@@ -45,8 +45,8 @@ def load(path: Path, program: ProgramSpec) -> PteProgram:
 
 @contextlib.contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """Keep torch's own threads out of the way: attention calls torch's BLAS from each thread of ExecuTorch's pool, and
-    what BLAS starts there spins beside the pool (a third of Gemma 3 270M's prefill and decode, on two cores)."""
+    """Keep torch to one thread: attention calls torch's BLAS from each thread of ExecuTorch's pool, and threads that
+    BLAS starts spin beside the pool (a third of Gemma 3 270M's prefill and decode, on two cores)."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -64,7 +64,7 @@ class PteProgram:
 
     Args:
         path: the file.
-        kernels: what it attends with: `ring`, those of `native/`, where they can be compiled, or `stock`,
+        kernels: its attention kernels: `ring`, those of `native/`, where they can be compiled, or `stock`,
             ExecuTorch's own.
         methods: the names of its methods.
 

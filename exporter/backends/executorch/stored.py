@@ -11,7 +11,7 @@ from exporter.backends.executorch.file import Blob, PteFile
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """`unique_bytes` is every distinct content once; `duplicate_bytes` what further places in the file repeat."""
+    """`unique_bytes` counts every distinct content once, `duplicate_bytes` its repetitions elsewhere in the file."""
 
     unique_bytes: int
     duplicate_bytes: int

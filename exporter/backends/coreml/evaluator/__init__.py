@@ -1,14 +1,14 @@
 """A saved Core ML package (`.mlpackage`, ML program, iOS 18), evaluated here operator by operator.
 
-Nothing of the converter takes part: the package is read from its files (`package`, `blob`), and every operator has a
-kernel written from its documented definition (`operators`). So a package that runs here as its model does was converted
-rightly, and was saved rightly.
+No part of the converter is used: the package is read from its files (`package`, `blob`), and every operator has a
+kernel written from its documented definition (`operators`). So a package that agrees with its model here was converted
+and saved correctly.
 
 What is modelled:
 
 - Every value has its declared type. A float16 operator computes in float32 from float16 arguments and rounds its result
   once, to nearest even; that holds for a matrix product with its bias, a softmax, a normalisation, an attention or an
-  activation as a whole. Sums of products are added in float32, in an order that is the library's.
+  activation as a whole. Sums of products are added in float32, in the library's order.
 - Integers wrap, conversions to integers truncate, and where a definition leaves a result open (an index out of range,
   an integer quotient that is not whole) the run stops with an error that names the operator.
 - States are the caller's tensors, written in place as `read_state` and `write_state` order it (`states`).

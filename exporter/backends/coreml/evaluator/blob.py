@@ -24,7 +24,7 @@ HEADER_BYTES, SENTINEL, VERSION = 64, 0xDEADBEEF, 2
 
 
 class BlobFile:
-    """One weight file, opened anew for each entry: nothing of it stays in memory.
+    """One weight file, opened again for each entry, so nothing of it stays in memory.
 
     Raises:
         BundleError: the file is missing or does not start like a weight file.

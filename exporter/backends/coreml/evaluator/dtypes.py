@@ -1,7 +1,7 @@
 """Element types of a Core ML package and the torch tensors that carry them.
 
-torch has arithmetic for the signed and the one-byte integers only, so `uint16` and `uint32` values live in wider signed
-tensors and types below a byte in whole bytes. A carrier always holds exactly the declared type's values.
+torch has arithmetic only for signed and one-byte integers, so `uint16` and `uint32` values are carried by wider signed
+tensors, and types below a byte by whole bytes. A carrier holds exactly the declared type's values.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def decode(raw: bytes | bytearray, element: ElementType, count: int) -> torch.Te
     assert len(raw) >= storage_bytes(element, count)
     if count == 0:
         return torch.zeros(0, dtype=element.carrier)
-    buffer = raw if isinstance(raw, bytearray) else bytearray(raw)  # torch wants memory it may write
+    buffer = raw if isinstance(raw, bytearray) else bytearray(raw)  # torch wants writable memory
     if element.bits < 8:
         return _unpack(torch.frombuffer(buffer, dtype=torch.uint8), element, count)
     stored = {"uint16": torch.uint16, "uint32": torch.uint32}.get(element.name, element.carrier)

@@ -1,7 +1,7 @@
 """One function of a package, linked into steps that run one after the other.
 
-A step is a kernel with its constants bound, the slots its tensors come from and go to, and the slots that nobody reads
-after it and that are then emptied. What a step returns is compared with the type that the program declares for it.
+A step is a kernel with its constants bound, the slots of its arguments and results, and the slots that no later step
+reads, which are then emptied. The result of a step is compared with the type that the program declares.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Function:
     """A function that can be called.
 
     Args:
-        package: where it comes from; errors name it.
-        text: what it does.
-        store: its constants, shared with the other functions, every `multiplied` one of them widened before.
+        package: its package, named in errors.
+        text: its operations.
+        store: its constants, shared with the other functions; every `multiplied` constant is widened already.
     """
 
     def __init__(self, package: Package, text: FunctionText, store: ConstantStore) -> None:
@@ -54,7 +54,7 @@ class Function:
         self.steps = self._link()
 
     def run(self, inputs: Mapping[str, Tensor], states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Run the function; `states` are written in place. Results are by name, in memory of their own.
+        """Run the function; `states` are written in place. Returns results by name, in memory of their own.
 
         Raises:
             RuntimeLimitError: an input or a state that is not as declared. Nothing was written.

@@ -23,7 +23,7 @@ OPSET = "CoreML8"
 
 @dataclass(frozen=True)
 class TensorType:
-    """A declared type: None in `shape` is a dimension known only when the program runs, a `shape` of None a rank."""
+    """A declared type. None in `shape`: a dimension known only at run time; a `shape` of None: an unknown rank."""
 
     element: ElementType
     shape: tuple[int | None, ...] | None
