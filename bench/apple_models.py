@@ -56,7 +56,8 @@ def convert(target: str, weights: str, bundle: Path) -> dict[str, Any]:
     decoder = pipeline.target_decoder(source, format, progress)
     with tempfile.TemporaryDirectory(dir=bundle.parent) as folder:
         start = time.process_time()
-        build_module(format).build(decoder, source.limits, source.config.options(format), Path(folder), progress.step)
+        options, recipe = source.config.options(format), source.recipe(format)
+        build_module(format).build(decoder, source.limits, options, recipe, directory=Path(folder), step=progress.step)
         return {"cpu_seconds": time.process_time() - start, "peak_bytes": peak_memory_bytes()}
 
 

@@ -53,8 +53,9 @@ def test_the_example_loads_and_is_a_program(tmp_path: Path) -> None:
     example = next(block for block in re.findall(r"```yaml\n(.*?)```", TEXT, re.S) if "program:" in block)
     (tmp_path / "contract.yaml").write_text(example)
     contract = load_contract(tmp_path / "contract.yaml")
-    assert contract.program is not None and len(contract.program.states()) == 2 * 18
+    assert contract.program is not None and len(contract.program.states("executorch")) == 2 * 18
     limits = Limits(max_context_length=32768, max_prefill_chunk=512)
-    for method in PROGRAMS:
-        shapes = [tensor.shape for tensor in interface(contract.program.states(), 262144, method, limits).inputs]
+    for kind in PROGRAMS.values():
+        method = interface(contract.program.states("executorch"), 262144, kind, limits)
+        shapes = [tensor.shape for tensor in method.inputs]
         assert shapes.count((1, 512, 1, 256)) == 30 and shapes.count((1, "rows", 1, 256)) == 6

@@ -77,7 +77,6 @@ def test_options_are_recorded_in_json_and_read_back(name: str) -> None:
     options = traits(name).options()
     assert isinstance(options, FormatOptions)
     assert traits(name).options.model_validate_json(options.model_dump_json()) == options
-    assert options.decoder.is_quantized <= options.rounds
 
 
 def test_no_two_formats_have_one_suffix() -> None:
@@ -138,7 +137,7 @@ else:
 from exporter import backends, inspection, pipeline
 from exporter.graph import ProgramContract
 from exporter.graph.contract_file import ContractFile
-from exporter.model.decoder import Decoder
+from exporter.model.decoder import Decoder, parameter_shapes
 from exporter.progress import Progress
 from exporter.programs import Limits
 from exporter.spec import CachePolicy, state_specs
@@ -151,7 +150,9 @@ spec, options = tiny_models.model(tiny_models.SLIDING), own.options()
 states = state_specs(spec, CachePolicy(), 32, own.layout, own.state_dtype)
 decoder = tiny_models.randomize(Decoder(spec, states, back_end.kernels(options)))
 limits = Limits(max_context_length=32, max_prefill_chunk=8)
-program = back_end.build(decoder, limits, options, folder, Progress.silent().step).program
+recipe = options.recipe(parameter_shapes(spec), spec.tie_word_embeddings)
+step = Progress.silent().step
+program = back_end.build(decoder, limits, options, recipe, directory=folder, step=step).program
 file = backends.file_module(name).read_file(folder / own.file)
 contracts = [ProgramContract(method, form, program.states) for method, form in program.methods.items()]
 checks = backends.checks_module(name).check_file(file, contracts, ContractFile(), program)

@@ -176,8 +176,10 @@ def test_nothing_compares_a_name_with_that_of_a_program() -> None:
 
 FORMAT_NAMES = {
     "exporter/backends/__init__.py": {FIRST},  # the format of an export that names none
-    "exporter/quantization/matrices.py": {"coreml", "coreai"},  # which grid a word of a format's options stands for
-    "runtime_ref/bench_report.py": {"executorch"},  # the Python distribution, whose version is recorded
+    # The Python distribution of that name, whose version is looked at.
+    "exporter/tricks/base.py": {"executorch"},
+    "exporter/tricks/packed_weights.py": {"executorch"},
+    "runtime_ref/bench_report.py": {"executorch"},
 }
 """Where else the name of a format stands, and why."""
 
