@@ -80,6 +80,12 @@ class _Problems:
             )
 
 
+def _once(items: list[str], item: str) -> None:
+    """What is wrong with a tensor is said once, however many pieces it brings."""
+    if item not in items:
+        items.append(item)
+
+
 def _source(piece: Piece, tensors: tuple[StoredTensor, ...]) -> Source:
     """Raises `MisfitError` when a step does not take such a tensor."""
     dtypes = (torch.uint8 if tensor.raw else torch.float32 for tensor in tensors)
@@ -103,23 +109,24 @@ def plan(name: str, stored: Iterable[StoredTensor], table: TensorTable, expected
     problems = _Problems()
     stored = list(stored)
     by_key = {table.key(tensor.key): tensor for tensor in stored}
+    beside = {key for bringer in by_key for piece in table.pieces.get(bringer, ()) for key in piece.beside}
     found: dict[str, list[Source]] = {}
     misfits: set[str] = set()
     for tensor in stored:
         key = table.key(tensor.key)
         pieces = table.pieces.get(key, ())
-        if not (pieces or key in table.beside) or any(piece.parameter not in expected for piece in pieces):
+        if not (pieces or key in beside) or any(piece.parameter not in expected for piece in pieces):
             problems.unexpected.append(f"{tensor.key} in {tensor.file}")
             continue
         for piece in pieces:
             if absent := [other for other in piece.beside if other not in by_key]:
-                problems.missing.append(f"{', '.join(absent)} beside {tensor.key}")
+                _once(problems.missing, f"{', '.join(absent)} beside {tensor.key}")
                 misfits.add(piece.parameter)
                 continue
             try:
                 source = _source(piece, (tensor, *(by_key[other] for other in piece.beside)))
             except MisfitError as misfit:
-                problems.misshaped.append(f"{tensor.key} in {tensor.file} is {list(tensor.shape)}, {misfit}")
+                _once(problems.misshaped, f"{tensor.key} in {tensor.file} is {list(tensor.shape)}, {misfit}")
                 misfits.add(piece.parameter)
             else:
                 found.setdefault(piece.parameter, []).append(source)

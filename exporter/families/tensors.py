@@ -320,11 +320,6 @@ class TensorTable:
         return frozenset(k for key, piece in joined for k in (key, *piece.beside) if piece.join and piece.join.raw)
 
     @cached_property
-    def beside(self) -> frozenset[str]:
-        """The keys that are read only with another one."""
-        return frozenset(key for pieces in self.pieces.values() for piece in pieces for key in piece.beside)
-
-    @cached_property
     def parts(self) -> Mapping[str, Mapping[int, str]]:
         """Parameter -> number of each of its parts -> a key that brings it."""
         parts: dict[str, dict[int, str]] = {}

@@ -264,9 +264,8 @@ def test_every_kind_of_mistake_is_reported_at_once(opened: Open) -> None:
         "1 tensors stored twice (embed as a.embed and as embed)",
         "2 overlapping parameters (stack as whole and in parts as part.0; part 0 of up as e0.up and as other.e0.up)",
         f"1 incomplete parameters (gate {[E, M, D]} without experts.1.w1)",
-        "4 misshaped tensors",
-        "qkv in model.safetensors is [17, 6], not of 16 rows",
-        "norm in model.safetensors is [2], not [6]",
+        "2 misshaped tensors (qkv in model.safetensors is [17, 6], not of 16 rows; "
+        "norm in model.safetensors is [2], not [6])",
         "expected every parameter of the model, only the model's own, each once, each part of a parameter once, every "
         "part of a parameter, the shapes the model's config implies.",
     )
@@ -317,7 +316,7 @@ def test_every_kind_of_mistake_is_reported_at_once(opened: Open) -> None:
         (
             {"scales": torch.zeros(2, 1, dtype=torch.uint8)},
             {"blocks": Piece("w", join=Mxfp4(("scales",)))}, {"w": (2, 32)},
-            "1 missing tensors (w [2, 32])",
+            "1 missing tensors (w [2, 32]); 1 unexpected tensors (scales in model.safetensors)",
         ),
     ],
 )  # fmt: skip
