@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from measuring import ended
 from peers.catalogue import LENGTHS, LOG_PROBABILITIES, MODELS, PEERS, Peer
 from peers.cost import cost_file
 from peers.report import markdown
@@ -74,7 +75,7 @@ def run_worker(command: list[str], request: dict[str, Any], variables: dict[str,
         return json.loads(lines[-1]), ""
     except (IndexError, ValueError):
         said = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-        return None, f"exit code {done.returncode}: {said[-1] if said else 'it said nothing'}"
+        return None, f"{ended(done.returncode)}: {said[-1] if said else 'it said nothing'}"
 
 
 def command_of(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from measuring import table
 from peers.catalogue import MODELS, PEERS
-from peers.schedule import SHORT, Figure, above_bare, at, key, long_peak, median, ratio
+from peers.schedule import SHORT, Figure, above_bare, at, key, long_peak, median, over_rounds, ratios_over_rounds
 
 TITLES = {peer.name: peer.title for peer in PEERS}
 Run = Mapping[str, Any]
@@ -25,6 +26,16 @@ def lengths_of(runs: Sequence[Run]) -> list[int]:
 
 def cell(value: float | None, show: Callable[[float], str]) -> str:
     return "" if value is None else show(value)
+
+
+def spread(values: Sequence[float], show: Callable[[float], str]) -> str:
+    """The rounds' median with their range; of fewer than three, which have no median to speak of, what there is."""
+    if not values:
+        return ""
+    low, high = show(min(values)), show(max(values))
+    if low == high:
+        return low
+    return f"{low}-{high}" if len(values) < 3 else f"{show(statistics.median(values))} ({low}-{high})"
 
 
 def mb(value: float) -> str:
@@ -49,7 +60,7 @@ def absolute(row: Mapping[str, Any]) -> str:
     columns = ["", *(name for name, _ in figures(lengths)), "NLL", "from fp32", "KL", "export CPU s", "export GB"]
     rows = []
     for name in (name for names in contenders(runs) for name in names):
-        values = [median(runs, name, figure) for _, figure in figures(lengths)]
+        values = [over_rounds(runs, name, figure) for _, figure in figures(lengths)]
         shows: list[Callable[[float], str]] = [lambda v: f"{v:.0f}"] * (2 * len(lengths))
         shows += [mb, mb, lambda v: f"{v:.2f}", lambda v: f"{v:.2f}", mb]
         nll = median(runs, name, key("nll"))
@@ -60,7 +71,7 @@ def absolute(row: Mapping[str, Any]) -> str:
             cell(cost.get("cpu_seconds"), lambda v: f"{v:.0f}"),
             cell(cost.get("peak_bytes"), lambda v: f"{v / 1e9:.1f}"),
         ]
-        rows.append([TITLES.get(name, name), *map(cell, values, shows), *quality, *export])
+        rows.append([TITLES.get(name, name), *map(spread, values, shows), *quality, *export])
     return table(columns, rows)
 
 
@@ -71,8 +82,8 @@ def ratios(row: Mapping[str, Any]) -> str:
     rows = []
     for preset in ours:
         for peer in others:
-            values = [ratio(runs, preset, peer, figure) for _, figure in figures(lengths)]
-            rows.append([preset, TITLES[peer], *(cell(value, lambda v: f"{v:.2f}") for value in values)])
+            values = [ratios_over_rounds(runs, preset, peer, figure) for _, figure in figures(lengths)]
+            rows.append([preset, TITLES[peer], *(spread(found, lambda v: f"{v:.2f}") for found in values)])
     return table(["ours", "over", *(name for name, _ in figures(lengths))], rows)
 
 
@@ -105,19 +116,28 @@ def versions(results: Mapping[str, Any]) -> str:
     return "\n".join(f"- {name}: {', '.join(f'{k} {v}' for k, v in own.items())}" for name, own in found.items())
 
 
+def counted(rounds: int) -> str:
+    """What a figure of that many rounds is."""
+    if rounds == 1:
+        return "One round: no medians and no ranges"
+    if rounds == 2:
+        return "Two rounds: both figures, no medians"
+    return f"Medians of {rounds} rounds, their range in brackets"
+
+
 def section(model: str, row: Mapping[str, Any]) -> str:
     rates = [run["result"]["bandwidth"] / 1e9 for run in row["runs"] if run["ours"] and run["result"]]
     measured = f"{min(rates):.1f} to {max(rates):.1f} GB/s" if rates else "not measured"
     rounds = 1 + max((run["round"] for run in row["runs"]), default=0)
     return f"""## {MODELS[model]}
 
-Medians of {rounds} rounds; fp32 NLL {row["reference_nll"]:.4f}. prefill and decode: tokens a second; peak: MB above the
+{counted(rounds)}. fp32 NLL {row["reference_nll"]:.4f}; prefill and decode: tokens a second; peak: MB above the
 bare process after conversations of up to {SHORT} tokens, long peak: after the longest one; load and first
 token: seconds; file: MB.
 
 {absolute(row)}
 
-Ours over the peer, the median of each round's ratio (speeds: more is better; peak, load, first token, file: less is):
+Ours over the peer in the same round (speeds: more is better; peak, load, first token, file: less is):
 
 {ratios(row)}
 
@@ -140,12 +160,12 @@ every peer into an environment of its own, the models converted) and `make bench
 Ours and a peer ran by turns, each measurement in a process of its own. All start from the same weights: the model's
 4-bit GGUF, which llama.cpp runs as it is and the others dequantised to float32 and quantised again; a peer at 4 bits
 loses likelihood by that which it would not lose on the original weights. prefill N: N tokens over the seconds from an
-empty cache to the first greedy token, the median of 3. decode N: greedy tokens after a context of N, by the median of
-32. NLL: mean over 1,000 true tokens of English after 512, each run alone, against Transformers in float32; KL: mean
-divergence in nats of the next token's distribution there from Transformers'. Contexts above {SHORT} tokens are measured
-in the first round alone. first token: loading and a prompt of 128 tokens in a fresh process with imports done and the
-files in the system's cache. export: what making the bundle or converting the model took, CPU seconds of all its
-processes and the largest one's peak of memory.
+empty cache to the first greedy token, the median of 3 fillings of one process. decode N: greedy tokens after a context
+of N, by the median of 32. NLL: mean over 1,000 true tokens of English after 512, each run alone, against Transformers
+in float32; KL: mean divergence in nats of the next token's distribution there from Transformers'. Contexts above
+{SHORT} tokens are measured in the first round alone and filled once. first token: loading and a prompt of 128 tokens in
+a fresh process with imports done and the files in the system's cache. export: what making the bundle or converting the
+model took, CPU seconds of all its processes and the largest one's peak of memory.
 
 {sections}
 ## Versions

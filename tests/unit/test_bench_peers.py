@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from peers.catalogue import PEERS, Peer
 from peers.protocol import DECODED, divergence, mean_scores
 from peers.report import markdown
-from peers.schedule import above_bare, at, key, long_peak, median, ratio, schedule
+from peers.schedule import above_bare, at, key, long_peak, median, ratios_over_rounds, schedule
 
 WORKERS = Path(bench_peers.__file__).parent / "peers"
 LENGTHS = (128, 2048, 32000)
@@ -65,10 +66,10 @@ def test_a_machine_that_slows_down_leaves_the_ratio() -> None:
         run(2, "int8", result(90.0)), run(2, "peer", result(30.0)),
         run(3, "int8", result(1.0)), run(3, "peer", None),
     ]  # fmt: skip
-    assert ratio(runs, "int8", "peer", at("decode", 128)) == 2.0  # of 2, 2 and 3; the last round has no peer
+    assert ratios_over_rounds(runs, "int8", "peer", at("decode", 128)) == [2.0, 2.0, 3.0]  # the last has no peer
     assert median(runs, "int8", at("decode", 128)) == 55.0  # of 190, 20, 90 and 1
-    assert ratio(runs, "int8", "peer", at("decode", 8192)) is None
-    assert ratio(runs, "int8", "none", at("decode", 128)) is None
+    assert ratios_over_rounds(runs, "int8", "peer", at("decode", 8192)) == []
+    assert ratios_over_rounds(runs, "int8", "none", at("decode", 128)) == []
 
 
 def test_memory_is_compared_above_the_bare_process_at_one_length() -> None:
@@ -93,6 +94,31 @@ def test_the_page_names_ratios_quality_and_what_is_missing() -> None:
     assert "llama.cpp, the GGUF itself failed: exit code 1: no memory" in page
     assert "LiteRT int8: not installed: python install.py" in page
     assert "| int8 | 2048 | 2.0 | 100 | 100% |" in page
+
+
+@pytest.mark.parametrize(
+    ("rounds", "speed", "ratio", "said"),  # of a round: the peer's speed, and ours over it
+    [
+        ([(100, 2.0)], "100", "2.00", "One round: no medians and no ranges."),
+        ([(100, 2.0), (70, 2.8)], "70-100", "2.00-2.80", "Two rounds: both figures, no medians."),
+        ([(100, 2.0), (70, 2.8), (80, 2.5)], "80 (70-100)", "2.50 (2.00-2.80)", "Medians of 3 rounds, their range"),
+        ([(90, 3.0), (90, 3.0), (90, 3.0)], "90", "3.00", "Medians of 3 rounds, their range in brackets."),
+    ],
+)
+def test_a_median_is_of_three_rounds_and_has_its_range(
+    rounds: list[tuple[int, float]], speed: str, ratio: str, said: str
+) -> None:
+    runs = []
+    for number, (peer, over) in enumerate(rounds):
+        scored = {} if number == 0 else {"nll": None}
+        runs += [run(number, "int8", result(peer * over, **scored)), run(number, "openvino", result(peer, **scored))]
+    row = {"reference_nll": 2.5, "missing": {}, "runs": runs}
+    page = markdown({"date": "2026-01-01", "machine": "a machine", "threads": 2, "models": {"gemma3_270m": row}})
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")]
+    (absolute,) = [row for row in cells if row[0].startswith("OpenVINO")]
+    assert absolute[1] == speed and "50" in absolute and "2.5000" in absolute  # the file's MB; what was scored once
+    assert next(row for row in cells if row[1].startswith("OpenVINO"))[2] == ratio
+    assert said in page and "Medians of 1" not in page
 
 
 def test_a_peer_without_environment_or_model_is_named_with_its_repair(tmp_path: Path) -> None:
@@ -166,6 +192,14 @@ def test_what_libraries_print_is_kept_off_standard_output(worker: list[str], tmp
 def test_a_worker_that_fails_is_named_by_its_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, error = bench_peers.run_worker([sys.executable, "-c", "raise OSError('no such file')"], {}, {})
     assert found is None and error == "exit code 1: OSError: no such file"
+    dies = "import os, signal, sys; sys.stderr.write('loading' * {0}); sys.stderr.flush(); os.kill(os.getpid(), {1})"
+    for words, number, said in (
+        (0, "signal.SIGSEGV", "killed by SIGSEGV: it said nothing"),
+        (1, "signal.SIGKILL", "killed by SIGKILL: loading"),
+        (0, "signal.SIGRTMIN + 2", f"killed by signal {signal.SIGRTMIN + 2}: it said nothing"),
+    ):
+        found, error = bench_peers.run_worker([sys.executable, "-c", dies.format(words, number)], {}, {})
+        assert found is None and error == said
     monkeypatch.setattr(bench_peers, "TIMEOUT", 0.2)
     found, error = bench_peers.run_worker([sys.executable, "-c", "import time; time.sleep(9)"], {}, {})
     assert found is None and "no result" in error
