@@ -75,6 +75,12 @@ def test_disk_full_says_so_and_leaves_the_old_bundle(tmp_path: Path, monkeypatch
     assert everything(tmp_path) == before
 
 
+def test_a_limit_of_file_sizes_is_said(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="File too large"), write_bundle(tmp_path / "toy"):
+        raise OSError(errno.EFBIG, "File too large")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_older_bundle_is_replaced_whole(tmp_path: Path) -> None:
     toy_bundle(tmp_path / "toy", template="old")
     toy_bundle(tmp_path / "toy", toy_manifest(context=64))
