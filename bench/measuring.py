@@ -7,6 +7,7 @@ import datetime
 import json
 import multiprocessing
 import resource
+import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -51,6 +52,15 @@ def cost_of(work: Callable[[], object]) -> dict[str, float]:
     }
 
 
+def ended(code: int) -> str:
+    """How a process ended that returned `code`, as ``subprocess`` and ``multiprocessing`` give it: below zero, by that
+    signal."""
+    if code >= 0:
+        return f"exit code {code}"
+    names = {int(number): number.name for number in signal.Signals}
+    return f"killed by {names.get(-code, f'signal {-code}')}"
+
+
 def _child(work: Callable[..., dict[str, Any]], arguments: Sequence[Any], pipe: Any) -> None:
     quieten_libraries()
     pipe.send(work(*arguments))
@@ -65,7 +75,9 @@ def in_process(work: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str
     try:
         result: dict[str, Any] = ours.recv()
     except EOFError:
-        raise SystemExit(f"{work.__name__} {arguments} failed") from None
+        process.join()
+        assert process.exitcode is not None
+        raise SystemExit(f"{work.__name__} {arguments} failed: {ended(process.exitcode)}") from None
     process.join()
     return result
 

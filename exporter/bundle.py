@@ -11,6 +11,7 @@ import errno
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -57,6 +58,7 @@ class BundleWriter:
         # JSON has no NaN or infinity: a manifest that does not read back unchanged must not be published.
         assert Manifest.model_validate_json(text) == manifest, "the manifest does not survive JSON"
         (self.path / MANIFEST_NAME).write_text(text + "\n", encoding="utf-8")
+        _same_modes(self.path)
         self._staging.publish()
         return Bundle(self._staging.target, manifest)
 
@@ -161,6 +163,14 @@ def _listed(program: str, files: Collection[str]) -> bool:
 
 def _files_under(root: Path) -> list[str]:
     return sorted(file.relative_to(root).as_posix() for file in root.rglob("*") if not file.is_dir())
+
+
+def _same_modes(root: Path) -> None:
+    """Every file and directory gets the mode of those made here, which the umask says: libraries that go through
+    temporary files leave some that only their owner can read."""
+    for path in root.rglob("*"):
+        made_here = root if path.is_dir() else root / MANIFEST_NAME
+        path.chmod(stat.S_IMODE(made_here.stat().st_mode))
 
 
 def _entry(file: Path) -> FileEntry:

@@ -41,6 +41,16 @@ def test_the_manifest_says_what_was_built(bundle: Path) -> None:
     assert manifest.verification and all(one.format == "coreml" for one in manifest.verification)
 
 
+def test_every_file_and_directory_has_the_mode_of_a_new_one(bundle: Path, tmp_path: Path) -> None:
+    """safetensors and coremltools leave some that are their owner's alone."""
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "file").touch()
+    assert {"reference.safetensors", "model.mlmodel", "weights"} <= {path.name for path in bundle.rglob("*")}
+    for path in (bundle, *bundle.rglob("*")):
+        new = tmp_path / ("directory" if path.is_dir() else "file")
+        assert path.stat().st_mode == new.stat().st_mode, path
+
+
 def test_the_package_runs_in_a_session(bundle: Path) -> None:
     session = runtime_ref.load(bundle)
     logits = session.prefill(list(range(3, 3 + CHUNK + WINDOW + 1)))

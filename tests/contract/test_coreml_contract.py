@@ -277,16 +277,6 @@ def test_a_manifest_that_leads_elsewhere_is_refused(manifest: str, got: str, tmp
         Package(tmp_path / "odd.mlpackage")
 
 
-def test_every_check_stands_in_the_docs_with_its_mutants() -> None:
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in DOC.read_text(encoding="utf-8").splitlines()
-        if line.startswith("| `")
-    ]
-    documented = {row[0].strip("`"): re.findall(r"`(\w+)`", row[2]) for row in rows if len(row) == 3}
-    assert set(traits("coreml").checks) <= documented.keys()
-    faults = {(name, mutant.__name__) for mutant, _, names in MUTANTS for name in names}
-    for name in traits("coreml").checks:
-        for mutant in documented[name]:
-            assert (name, mutant) in faults or mutant in globals(), (name, mutant)
-        assert documented[name], name
+def test_every_check_stands_in_the_docs() -> None:
+    listed = re.findall(r"^\| `(\w+)` \|", DOC.read_text(encoding="utf-8"), re.M)
+    assert set(traits("coreml").checks) <= set(listed)

@@ -2,6 +2,8 @@
 
 import errno
 import json
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,27 @@ def test_round_trip(tmp_path: Path) -> None:
     assert set(read.manifest.files) == {"model.pte", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"}
     assert read.manifest.files["model.pte"].bytes == 10
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["toy"]  # nothing left beside it
+
+
+@pytest.mark.parametrize(
+    ("umask", "file", "directory"), [(0o022, 0o644, 0o755), (0o027, 0o640, 0o750), (0, 0o666, 0o777)]
+)
+def test_modes_are_what_the_umask_says(tmp_path: Path, umask: int, file: int, directory: int) -> None:
+    """Also of what a library made for its owner alone, as temporary files and those of safetensors are."""
+    before = os.umask(umask)
+    try:
+        with write_bundle(tmp_path / "toy") as writer:
+            (writer.path / "weights").mkdir(mode=0o700)
+            for name in ("model.pte", "weights/one", "weights/two"):
+                (writer.path / name).write_bytes(b"no program")
+            (writer.path / "model.pte").chmod(0o600)
+            (writer.path / "weights" / "one").chmod(0o755)
+            writer.finish(toy_manifest())
+    finally:
+        os.umask(before)
+    modes = {path.relative_to(tmp_path).as_posix(): stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*")}
+    files = ("manifest.json", "model.pte", "weights/one", "weights/two")
+    assert modes == {"toy": directory, "toy/weights": directory, **{f"toy/{name}": file for name in files}}
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt(), ValueError("lowering failed"), OSError(errno.EACCES, "no")])
@@ -52,6 +75,12 @@ def test_disk_full_says_so_and_leaves_the_old_bundle(tmp_path: Path, monkeypatch
     assert everything(tmp_path) == before
 
 
+def test_a_limit_of_file_sizes_is_said(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="File too large"), write_bundle(tmp_path / "toy"):
+        raise OSError(errno.EFBIG, "File too large")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_older_bundle_is_replaced_whole(tmp_path: Path) -> None:
     toy_bundle(tmp_path / "toy", template="old")
     toy_bundle(tmp_path / "toy", toy_manifest(context=64))
@@ -63,7 +92,7 @@ def test_an_older_bundle_is_replaced_whole(tmp_path: Path) -> None:
 def test_the_old_bundle_comes_back_when_the_rename_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     toy_bundle(tmp_path / "toy")
     before = everything(tmp_path)
-    rename, calls = __import__("os").rename, []
+    rename, calls = os.rename, []
 
     def third_fails(source: Path, target: Path) -> None:
         calls.append(target)

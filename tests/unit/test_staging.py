@@ -22,7 +22,7 @@ from exporter.bundle import read_bundle, write_bundle
 from exporter.staging import sweep
 
 HOLD = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 from exporter import cli
 from exporter.bundle import write_bundle
@@ -34,16 +34,20 @@ def hold(out: Path) -> None:
         print("ready", flush=True)
         time.sleep(60)
 
+# Whatever the tests themselves were started with, e.g. in the background.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+signal.signal(signal.SIGHUP, signal.Handlers[sys.argv[2]])
 sys.argv = ["exporter", "hold", sys.argv[1]]
 cli.main()
 """
 """The command line in the middle of an export."""
 
 
-def stopped(target: Path, *by: signal.Signals, shell: str = "") -> tuple[int, str]:
-    """The exit code of a process that got the signals in the middle of an export, and its stderr. `shell`: what comes
-    before it."""
-    command = ["sh", "-c", f'{shell} exec "$@"', "sh", sys.executable, "-c", HOLD, str(target)]
+def stopped(target: Path, *by: signal.Signals, hangup: str = "SIG_DFL") -> tuple[int, str]:
+    """The exit code of a process that got the signals in the middle of an export, and its stderr. `hangup`: what it
+    was started to do with SIGHUP."""
+    command = [sys.executable, "-c", HOLD, str(target), hangup]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert child.stdout is not None and child.stdout.readline() == "ready\n"
     for number in by:
@@ -66,7 +70,8 @@ def test_a_signal_that_asks_leaves_nothing(tmp_path: Path, by: signal.Signals) -
 
 def test_a_signal_that_is_ignored_stays_so(tmp_path: Path) -> None:
     """Under ``nohup``."""
-    assert stopped(tmp_path / "toy", signal.SIGHUP, signal.SIGTERM, shell="trap '' HUP;")[0] == 128 + signal.SIGTERM
+    code, _ = stopped(tmp_path / "toy", signal.SIGHUP, signal.SIGTERM, hangup="SIG_IGN")
+    assert code == 128 + signal.SIGTERM
     assert names(tmp_path) == []
 
 
@@ -93,6 +98,9 @@ def test_what_has_another_name_stays(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     toy_bundle(tmp_path / "toy")
     assert names(tmp_path) == sorted([*others, "toy"])
+    (tmp_path / ".toy.0123abcd.partial").mkdir()
+    toy_bundle(tmp_path / "t.y")
+    assert names(tmp_path) == sorted([*others, ".toy.0123abcd.partial", "toy", "t.y"])
 
 
 def test_one_that_lives_keeps_its_own_while_another_is_published(tmp_path: Path) -> None:
