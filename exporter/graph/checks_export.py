@@ -68,10 +68,10 @@ def write_index_is_definition(program: ExportedProgram, flow: Flow, contract: Pr
         if name not in states:
             continue
         state = states[name]
-        start, wanted = _symbolic_start(nodes[step.label]), state.cache_kind.row_of(offset, state.rows)
+        start = _symbolic_start(nodes[step.label])
         if start is None:
             tensors += 1
-        elif same_index(start, wanted):
+        elif same_index(start, wanted := state.cache_kind.row_of(offset, state.rows)):
             shown.add(f"{state.kind}: {start}")
         else:
             problems.append(f"{step.label} writes {name} at {start}, expected {wanted}")

@@ -26,7 +26,6 @@ class KeyValueKind(CacheKind):
     dtypes = ("float32", "float16", "int8")
     positional = True
     rewinds = True
-    listed = True
 
     def dtype(self, policy: CacheSettings) -> str:
         return policy.dtype

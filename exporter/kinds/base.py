@@ -237,8 +237,9 @@ class CacheKind(ABC):
         return ""
 
     def row_of(self, position: Any, rows: int) -> Any:
-        """The row that a write of `position` lands on in a state of `rows` rows; None: on none. `position` is an int,
-        or an expression with the operators of one."""
+        """The row that a write of `position` lands on in a state of `rows` rows; None: on none. `position` is an int;
+        of a kind whose writes start at a row that is a number of the program, it may be an expression too, which has
+        the operators of one and no truth."""
         return None
 
     # What an architecture says of it.

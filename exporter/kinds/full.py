@@ -21,6 +21,7 @@ class Full(KeyValueKind):
     label = "global"
     line = "global layers"
     order = 1
+    listed = True
     grows = True
     first_row = "S - Q"
     layer_keys = frozenset({"num_key_value_heads", "head_dim"})

@@ -35,6 +35,7 @@ class Ring(KeyValueKind):
     label = "sliding"
     line = "sliding layers, rings"
     order = 0
+    listed = True
     first_row = "(S - Q) mod C"
     layer_keys = frozenset({"window", "num_key_value_heads", "head_dim"})
 
