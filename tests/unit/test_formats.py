@@ -31,7 +31,7 @@ ASKED = (
 def functions(path: Path) -> dict[str, list[str]]:
     """The functions that a module defines, and the names of their arguments."""
     return {
-        node.name: [argument.arg for argument in node.args.args]
+        node.name: [argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)]
         for node in ast.parse(path.read_text(encoding="utf-8")).body
         if isinstance(node, ast.FunctionDef)
     }

@@ -57,7 +57,8 @@ LEAFS: dict[str, set[str]] = {
     "errors": set(),
     "optional": {"exporter.errors", "exporter.quiet", "exporter.backends"},  # the registry knows an extra's platforms
     "quiet": set(),
-    "bundle": {"exporter.errors", "exporter.spec"},
+    "bundle": {"exporter.errors", "exporter.spec", "exporter.staging"},
+    "staging": set(),
     "machine": {"exporter.units"},
     "units": set(),
     "lengths": {"exporter.errors"},
@@ -208,6 +209,34 @@ def test_nobody_imports_the_benches_or_the_tests() -> None:
     outside = {file.stem for folder in ("bench", "tests") for file in (ROOT / folder).rglob("*.py")}
     outside |= {"bench", "peers", "native", "tests"}
     assert {name(path) for path in (*EXPORTER, *RUNTIME) if outside & roots(imports(path))} == set()
+
+
+def defined(path: Path) -> set[str]:
+    """The names at the top of a module, those that it imports among them."""
+    names: set[str] = set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+def test_the_benches_import_what_there_is() -> None:
+    """CI runs none of them: each would take minutes."""
+    missing = []
+    for path in sorted((ROOT / "bench").rglob("*.py")):
+        for node in ast.walk(tree(path)):
+            if not isinstance(node, ast.ImportFrom) or roots([node.module or ""]) - {"exporter", "runtime_ref"}:
+                continue
+            assert node.module is not None
+            for alias in node.names:
+                is_module = file_of(f"{node.module}.{alias.name}").is_file()
+                if not is_module and alias.name not in defined(file_of(node.module)):
+                    missing.append(f"{name(path)}: {node.module}.{alias.name}")
+    assert missing == []
 
 
 def test_the_c_sources_have_one_user() -> None:
