@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def names() -> tuple[str, ...]:
     """Of all grids."""
-    return tuple(info.name for info in pkgutil.iter_modules(__path__) if info.name != "base")
+    return tuple(sorted(info.name for info in pkgutil.iter_modules(__path__) if info.name != "base"))
 
 
 def known(name: str) -> str:
