@@ -56,7 +56,8 @@ def convert(target: str, weights: str, bundle: Path) -> dict[str, Any]:
     decoder = pipeline.target_decoder(source, format, progress)
     with tempfile.TemporaryDirectory(dir=bundle.parent) as folder:
         start = time.process_time()
-        build_module(format).build(decoder, source.limits, source.config.options(format), Path(folder), progress.step)
+        options, recipe = source.config.options(format), source.recipe(format)
+        build_module(format).build(decoder, source.limits, options, recipe, directory=Path(folder), step=progress.step)
         return {"cpu_seconds": time.process_time() - start, "peak_bytes": peak_memory_bytes()}
 
 
@@ -100,7 +101,7 @@ def decode(target: str, weights: str, bundle: Path) -> dict[str, Any]:
 def main(
     out: Path = RESULTS / "apple-models.json",
     bundles: Path = ROOT / "bundles" / "apple",
-    variants: str = ",".join("/".join(variant) for variant in VARIANTS),
+    variants: str = ",".join(map("/".join, VARIANTS)),
     keep: bool = typer.Option(False, help="Reuse bundles and measurements that are there already."),
 ) -> None:
     """Export, describe, verify and time every variant; the JSON is written after each step."""
