@@ -32,7 +32,7 @@ test: lint
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy exporter runtime_ref
+	$(BIN)/mypy exporter runtime_ref bench
 
 # The benches below write JSON into docs/results and the page docs/results.md from all of it.
 

@@ -101,7 +101,7 @@ def decode(target: str, weights: str, bundle: Path) -> dict[str, Any]:
 def main(
     out: Path = RESULTS / "apple-models.json",
     bundles: Path = ROOT / "bundles" / "apple",
-    variants: str = ",".join("/".join(variant) for variant in VARIANTS),
+    variants: str = ",".join(map("/".join, VARIANTS)),
     keep: bool = typer.Option(False, help="Reuse bundles and measurements that are there already."),
 ) -> None:
     """Export, describe, verify and time every variant; the JSON is written after each step."""

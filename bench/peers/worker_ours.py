@@ -12,10 +12,16 @@ from protocol import divergence
 from torch import Tensor
 
 from exporter.bundle import read_bundle
+from exporter.machine import ResidentParts
 from exporter.quiet import quieten_libraries
 from runtime_ref.bench import bench
 from runtime_ref.bench_report import versions
 from runtime_ref.programs import choose
+
+
+def parts(found: ResidentParts | None) -> dict[str, int]:
+    assert found is not None, "peers are compared on Linux, which tells"
+    return asdict(found)
 
 
 def main(directory: Path, request_file: Path) -> None:
@@ -47,10 +53,10 @@ def main(directory: Path, request_file: Path) -> None:
         "limits": {length.tokens: length.limit for length in found.lengths},
         "live_bytes": {length.tokens: length.live_bytes for length in found.lengths},
         "peaks": {length.tokens: length.peak_bytes for length in found.lengths},
-        "resident": {length.tokens: asdict(length.resident) for length in found.lengths},
+        "resident": {length.tokens: parts(length.resident) for length in found.lengths},
         "peak_bytes": found.peak_bytes,
         "bare_bytes": found.bare_bytes,
-        "bare": asdict(found.bare),
+        "bare": parts(found.bare),
         "file_bytes": found.program_bytes,
         "bandwidth": found.bandwidth,
         "weights": found.weights,
