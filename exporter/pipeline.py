@@ -8,22 +8,18 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from exporter import verify
+from exporter import verification
 from exporter.backends import backend
 from exporter.bundle import Bundle, read_bundle, write_bundle
 from exporter.cache.interface import CacheKernels
-from exporter.cache.plain import PlainKernels
 from exporter.checkpoint import Checkpoint, open_checkpoint
 from exporter.config import ExportConfig, resolve
 from exporter.machine import collected_seldom, release_freed_memory, return_large_memory
-from exporter.model.decoder import Decoder, ReadParameter, parameter_shapes
+from exporter.model.decoder import Decoder, parameter_shapes
 from exporter.programs import Limits
 from exporter.progress import Progress
 from exporter.quantization import quantize
 from exporter.quantization.calibration import calibration_ids
-from exporter.quantization.matrices import Storage
-from exporter.quantization.rounding import round_weights
-from exporter.runs import Calls, Run, long_schedule, run, run_by_layers, schedule
 from exporter.spec import (
     LAYOUTS,
     STATE_DTYPES,
@@ -35,6 +31,7 @@ from exporter.spec import (
     state_specs,
 )
 from exporter.tokenizer import write_tokenizer
+from exporter.verification import Calls, Run, eager_runs, long_schedule, run, run_decoder, schedule
 
 RECORDED_VERSIONS = ("ring-exporter", "torch", "transformers", "tokenizers", "gguf")
 
@@ -55,10 +52,6 @@ class Source:
         """
         context = self.limits.max_context_length
         return state_specs(self.checkpoint.spec, self.config.cache, context, LAYOUTS[target], STATE_DTYPES.get(target))
-
-    def reader(self) -> ReadParameter:
-        """What reads the checkpoint a parameter at a time."""
-        return self.checkpoint.reader(parameter_shapes(self.checkpoint.spec))
 
 
 def open_source(config: ExportConfig) -> Source:
@@ -101,7 +94,7 @@ def program_decoder(
             detail(f"calibrated on {ids.shape[1]} tokens")
         kernels = backend(target).kernels(source.config.options(target))
         decoder = Decoder.unread(source.checkpoint.spec, source.states(target), kernels)
-        quantize(decoder, spec, ids, source.reader())
+        quantize(decoder, spec, ids, source.checkpoint.reader(parameter_shapes(decoder.spec)))
         release_freed_memory()
         return decoder
 
@@ -160,12 +153,12 @@ def add_program(manifest: Manifest, target: Format, directory: Path, source: Sou
     for name, text in backend(target).beside(alone).items():
         (directory / name).write_text(text, encoding="utf-8")
     bundle, pieces = Bundle(directory, alone), schedule(alone)
-    calls = Calls(verify.bundle_ids(bundle, sum(pieces)), pieces)
+    calls = Calls(verification.bundle_ids(bundle, sum(pieces)), pieces)
     release_freed_memory()
     own = run_decoder(alone, decoder, calls, progress)
     decoder.let_go()  # what comes now has weights of its own
     release_freed_memory()
-    eager, original = eager_runs(alone, own, source, calls, progress)
+    eager, original = eager_runs(alone, own, source.checkpoint, calls, progress)
     release_freed_memory()
     comparisons = verify_staged(bundle, eager, original, calls, progress)
     return manifest.model_copy(
@@ -177,33 +170,6 @@ def add_program(manifest: Manifest, target: Format, directory: Path, source: Sou
     )
 
 
-def run_decoder(manifest: Manifest, decoder: Decoder, calls: Calls, progress: Progress) -> Run:
-    """What the decoder that the program was made of makes of `calls`, on plain kernels. A `.pte` is its decoder,
-    roundings of activations and caches included; the other formats round while they convert, so theirs is in floats."""
-    with progress.step("run eager"):
-        caches = manifest if manifest.program.format == "executorch" else manifest.with_float_caches()
-        return run_by_layers(caches, decoder.with_kernels(PlainKernels()), calls)
-
-
-def eager_runs(manifest: Manifest, own: Run, source: Source, calls: Calls, progress: Progress) -> tuple[Run, Run]:
-    """What the eager model with the weights and caches of the program makes of `calls`, and what the float one does
-    that it came from: the one is `run_decoder`'s, the other read again where weights or caches are rounded."""
-    on_floats, program = manifest.with_float_caches(), manifest.program
-    if program.format == "executorch":
-        if not manifest.is_quantized:
-            return own, own
-        with progress.step("read and run float eager"):
-            original = Decoder.unread(source.checkpoint.spec, on_floats.states, PlainKernels())
-            return own, run_by_layers(on_floats, original, calls, source.reader())
-    if program.weights in ("float32", "float16"):
-        return own, own
-    rounded = read_decoder(source, on_floats.states, PlainKernels(), progress)
-    with progress.step("round weights"):
-        round_weights(rounded, Storage(program.format, program.weights, program.keep_int8))
-    with progress.step("run rounded eager"):
-        return run_by_layers(on_floats, rounded, calls), own
-
-
 def verify_staged(bundle: Bundle, eager: Run, original: Run, calls: Calls, progress: Progress) -> list[Comparison]:
     """The short form of verification: hold the staged program to what the eager models said, and record that.
 
@@ -212,10 +178,10 @@ def verify_staged(bundle: Bundle, eager: Run, original: Run, calls: Calls, progr
     """
     manifest = bundle.manifest
     with progress.step("verify against eager") as detail:
-        program = run(verify.open_session(bundle), calls)
-        comparisons = verify.compare_with_eager(program, eager, original)
-        verify.judge(comparisons, manifest, verify.baseline_divergence(comparisons))
-        verify.write_reference(bundle.path / verify.REFERENCE_FILE, original, calls)
+        program = run(verification.open_session(bundle), calls)
+        comparisons = verification.compare_with_eager(program, eager, original)
+        verification.judge(comparisons, manifest, verification.baseline_divergence(comparisons))
+        verification.write_reference(bundle.path / verification.REFERENCE_FILE, original, calls)
         detail(calls.described())
     return comparisons
 
@@ -233,7 +199,7 @@ def verify_bundle(path: Path, config: ExportConfig | None, progress: Progress) -
     source = None
     if config is not None:
         source = open_source(config)
-        verify.check_same_source(bundle.manifest, source.checkpoint.source, source.config)
+        verification.check_same_source(bundle.manifest, source.checkpoint.source, source.config)
     return [
         comparison
         for program in bundle.manifest.programs
@@ -245,25 +211,25 @@ def verify_program(bundle: Bundle, source: Source | None, progress: Progress) ->
     """`verify_bundle` of a bundle's one program."""
     manifest = bundle.manifest
     with progress.step(f"{manifest.program.format}: against what was recorded"):
-        session = verify.open_session(bundle)
-        comparisons = [verify.compare_with_recorded(session, bundle.path / verify.REFERENCE_FILE)]
-    baseline = verify.baseline_divergence(manifest.verification)
+        session = verification.open_session(bundle)
+        comparisons = [verification.compare_with_recorded(session, bundle.path / verification.REFERENCE_FILE)]
+    baseline = verification.baseline_divergence(manifest.verification)
     if source is not None:
-        effort = verify.EFFORT[manifest.program.format]
-        ids = verify.bundle_ids(bundle, min(effort.tokens, manifest.max_context_length - effort.greedy))
+        effort = verification.EFFORT[manifest.program.format]
+        ids = verification.bundle_ids(bundle, min(effort.tokens, manifest.max_context_length - effort.greedy))
         decoder = program_decoder(source, manifest.program.format, bundle.path, manifest.tokenizer, progress)
         calls = Calls(ids, long_schedule(manifest, len(ids)))
         own = run_decoder(manifest, decoder, calls, progress)
         del decoder
-        eager, original = eager_runs(manifest, own, source, calls, progress)
+        eager, original = eager_runs(manifest, own, source.checkpoint, calls, progress)
         with progress.step("against eager") as detail:
-            against_eager = verify.compare_with_eager(run(session, calls), eager, original)
-            baseline = verify.baseline_divergence(against_eager)
+            against_eager = verification.compare_with_eager(run(session, calls), eager, original)
+            baseline = verification.baseline_divergence(against_eager)
             comparisons += against_eager
             detail(calls.described())
         del own, eager, original
         with progress.step("against Transformers") as detail:
-            reference = verify.TransformersReference(source.checkpoint)
-            comparisons += verify.compare_with_transformers(session, reference, ids, effort, detail)
-    verify.judge(comparisons, manifest, baseline)
+            reference = verification.TransformersReference(source.checkpoint)
+            comparisons += verification.compare_with_transformers(session, reference, ids, effort, detail)
+    verification.judge(comparisons, manifest, baseline)
     return comparisons

@@ -118,7 +118,7 @@ def main(
 
 def markdown(results: dict[str, Any]) -> str:
     """The committed page."""
-    from exporter import verify as v
+    from exporter import verification as v
     from exporter.spec import KEEP_INT8
 
     parity, exports, conversions, files, speed = [], [], [], [], []

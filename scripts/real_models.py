@@ -104,7 +104,7 @@ def mib(size: int) -> str:
 
 def markdown(results: dict[str, Any]) -> str:
     """The committed page."""
-    from exporter import verify as v
+    from exporter import verification as v
 
     effort = v.EFFORT["executorch"]
     parity, quality, exports, memory = [], [], [], []

@@ -9,7 +9,7 @@ import torch
 from tiny_models import GLOBAL, SLIDING, decoder_of, model
 from toy import toy_manifest
 
-from exporter import verify
+from exporter import verification
 from exporter.config import CheckpointConfig, ExportConfig
 from exporter.errors import BundleError, VerificationError
 from exporter.quantization.matrices import Storage, grids_of, store
@@ -49,17 +49,17 @@ def comparison(reference: str, divergence: float, format: Format = "coreml") -> 
 @pytest.mark.parametrize("weights", ["float16", "int4"])
 def test_a_program_is_held_to_its_eager_model_and_to_the_float_one(weights: str) -> None:
     manifest = of_format("coreml", weights)
-    verify.judge([comparison(verify.EAGER, 0.2009), comparison(verify.FLOAT, 0.2199)], manifest, 0.1)
+    verification.judge([comparison(verification.EAGER, 0.2009), comparison(verification.FLOAT, 0.2199)], manifest, 0.1)
     with pytest.raises(VerificationError, match=r"against eager: .*expected mean KL divergence <= 0\.201"):
-        verify.judge([comparison(verify.EAGER, 0.2011)], manifest, 0.1)
-    for reference in (verify.FLOAT, verify.RECORDED, f"{verify.TRANSFORMERS}, chunks of 1"):
+        verification.judge([comparison(verification.EAGER, 0.2011)], manifest, 0.1)
+    for reference in (verification.FLOAT, verification.RECORDED, f"{verification.TRANSFORMERS}, chunks of 1"):
         with pytest.raises(VerificationError, match=r"expected mean KL divergence <= 0\.22"):
-            verify.judge([comparison(reference, 0.2201)], manifest, 0.1)
+            verification.judge([comparison(reference, 0.2201)], manifest, 0.1)
 
 
 def test_a_float32_program_is_held_to_the_logits_themselves() -> None:
     with pytest.raises(VerificationError, match=r"max \|difference\| <= 0\.01"):
-        verify.judge([comparison(verify.EAGER, 0.0, "coreai")], of_format("coreai", "float32"), 0.1)
+        verification.judge([comparison(verification.EAGER, 0.0, "coreai")], of_format("coreai", "float32"), 0.1)
 
 
 def test_a_config_that_keeps_other_matrices_is_not_the_bundles(tmp_path: Path) -> None:
@@ -72,10 +72,10 @@ def test_a_config_that_keeps_other_matrices_is_not_the_bundles(tmp_path: Path) -
         quantization=manifest.quantization,
         coreml=CoreMLOptions(weights="int4", keep_int8=("v_proj",)),
     )
-    verify.check_same_source(manifest, manifest.source, config)
+    verification.check_same_source(manifest, manifest.source, config)
     other = config.model_copy(update={"coreml": CoreMLOptions(weights="int4")})
     with pytest.raises(BundleError, match=r"got coreml\.keep_int8 \('embed_tokens', .* expected \('v_proj',\)"):
-        verify.check_same_source(manifest, manifest.source, other)
+        verification.check_same_source(manifest, manifest.source, other)
 
 
 def test_each_program_has_its_own_baseline() -> None:
@@ -86,9 +86,9 @@ def test_each_program_has_its_own_baseline() -> None:
         update={
             "programs": (manifest.program, other),
             "verification": (
-                comparison(verify.BASELINE, 0.3, "executorch"), comparison(verify.BASELINE, 0.7, "coreml"),
+                comparison(verification.BASELINE, 0.3, "executorch"), comparison(verification.BASELINE, 0.7, "coreml"),
             ),
         }
     )  # fmt: skip
-    assert verify.baseline_divergence(both.of("executorch").verification) == 0.3
-    assert verify.baseline_divergence(both.of("coreml").verification) == 0.7
+    assert verification.baseline_divergence(both.of("executorch").verification) == 0.3
+    assert verification.baseline_divergence(both.of("coreml").verification) == 0.7

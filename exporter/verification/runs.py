@@ -1,6 +1,6 @@
 """Models at work on the calls that verification makes: a session's program, or an eager model layer by layer.
 
-Letters: V vocab_size. What the runs said is compared in `exporter.verify`.
+Letters: V vocab_size. What the runs said is compared in `compare`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ from typing import NamedTuple
 
 import torch
 
+from exporter.bundle import Bundle
+from exporter.english import english_ids
 from exporter.model.decoder import Decoder, ReadParameter, all_read
 from exporter.quantization.modules import floats_held
 from exporter.spec import Manifest
+from runtime_ref.programs import load_program
 from runtime_ref.programs.eager import EagerProgram
 from runtime_ref.session import Session
 from runtime_ref.state import State
@@ -32,6 +35,16 @@ class Calls(NamedTuple):
 
     def described(self) -> str:
         return f"{len(self.pieces)} calls over {sum(self.pieces)} tokens"
+
+
+def open_session(bundle: Bundle) -> Session:
+    """A session over the program of a bundle that has one."""
+    return Session(bundle.manifest, load_program(bundle))
+
+
+def bundle_ids(bundle: Bundle, count: int) -> list[int]:
+    """English token ids for a bundle, by its own tokenizer."""
+    return english_ids(bundle.path / "tokenizer" / "tokenizer.json", bundle.manifest.tokenizer, count)
 
 
 def eager_session(manifest: Manifest, decoder: Decoder) -> Session:
