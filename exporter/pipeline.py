@@ -31,7 +31,7 @@ from exporter.spec import (
     state_specs,
 )
 from exporter.tokenizer import write_tokenizer
-from exporter.verification import Calls, Run, eager_runs, long_schedule, run, run_decoder, schedule
+from exporter.verification import Calls, NoReference, Run, eager_runs, english_calls, run, run_decoder
 
 RECORDED_VERSIONS = ("ring-exporter", "torch", "transformers", "tokenizers", "gguf")
 
@@ -152,14 +152,17 @@ def add_program(manifest: Manifest, target: Format, directory: Path, source: Sou
     alone = manifest.model_copy(update={"programs": (built.program,)})
     for name, text in backend(target).beside(alone).items():
         (directory / name).write_text(text, encoding="utf-8")
-    bundle, pieces = Bundle(directory, alone), schedule(alone)
-    calls = Calls(verification.bundle_ids(bundle, sum(pieces)), pieces)
+    bundle = Bundle(directory, alone)
+    calls = english_calls(bundle)
     release_freed_memory()
     own = run_decoder(alone, decoder, calls, progress)
     decoder.let_go()  # what comes now has weights of its own
     release_freed_memory()
     eager, original = eager_runs(alone, own, source.checkpoint, calls, progress)
     release_freed_memory()
+    if not manifest.programs:  # once: the float model is the same for every format
+        manifest = verify_model(manifest, source.checkpoint, original, calls, progress)
+        release_freed_memory()
     comparisons = verify_staged(bundle, eager, original, calls, progress)
     return manifest.model_copy(
         update={
@@ -168,6 +171,25 @@ def add_program(manifest: Manifest, target: Format, directory: Path, source: Sou
             "verification": (*manifest.verification, *comparisons),
         }
     )
+
+
+def verify_model(
+    manifest: Manifest, checkpoint: Checkpoint, original: Run, calls: Calls, progress: Progress
+) -> Manifest:
+    """Hold the float model that all programs come from to Transformers, and record what was seen, or why nothing was.
+
+    Raises:
+        VerificationError: what was read from the checkpoint is another model.
+    """
+    with progress.step("verify against Transformers") as detail:
+        try:
+            comparison, few = verification.compare_model_with_transformers(checkpoint, original, calls)
+        except NoReference as reason:
+            detail(f"not compared: {reason}")
+            return manifest.model_copy(update={"not_compared": str(reason)})
+        verification.judge([comparison], manifest)
+        detail(few.described())
+    return manifest.model_copy(update={"verification": (*manifest.verification, comparison)})
 
 
 def verify_staged(bundle: Bundle, eager: Run, original: Run, calls: Calls, progress: Progress) -> list[Comparison]:
@@ -180,7 +202,7 @@ def verify_staged(bundle: Bundle, eager: Run, original: Run, calls: Calls, progr
     with progress.step("verify against eager") as detail:
         program = run(verification.open_session(bundle), calls)
         comparisons = verification.compare_with_eager(program, eager, original)
-        verification.judge(comparisons, manifest, verification.baseline_divergence(comparisons))
+        verification.judge(comparisons, manifest)
         verification.write_reference(bundle.path / verification.REFERENCE_FILE, original, calls)
         detail(calls.described())
     return comparisons
@@ -213,23 +235,23 @@ def verify_program(bundle: Bundle, source: Source | None, progress: Progress) ->
     with progress.step(f"{manifest.program.format}: against what was recorded"):
         session = verification.open_session(bundle)
         comparisons = [verification.compare_with_recorded(session, bundle.path / verification.REFERENCE_FILE)]
-    baseline = verification.baseline_divergence(manifest.verification)
     if source is not None:
-        effort = verification.EFFORT[manifest.program.format]
-        ids = verification.bundle_ids(bundle, min(effort.tokens, manifest.max_context_length - effort.greedy))
+        effort = verification.EFFORT[manifest.program.format].within(manifest.max_context_length)
+        calls = english_calls(bundle, effort.tokens)
         decoder = program_decoder(source, manifest.program.format, bundle.path, manifest.tokenizer, progress)
-        calls = Calls(ids, long_schedule(manifest, len(ids)))
         own = run_decoder(manifest, decoder, calls, progress)
         del decoder
         eager, original = eager_runs(manifest, own, source.checkpoint, calls, progress)
         with progress.step("against eager") as detail:
-            against_eager = verification.compare_with_eager(run(session, calls), eager, original)
-            baseline = verification.baseline_divergence(against_eager)
-            comparisons += against_eager
+            comparisons += verification.compare_with_eager(run(session, calls), eager, original)
             detail(calls.described())
         del own, eager, original
         with progress.step("against Transformers") as detail:
-            reference = verification.TransformersReference(source.checkpoint)
-            comparisons += verification.compare_with_transformers(session, reference, ids, effort, detail)
-    verification.judge(comparisons, manifest, baseline)
+            try:
+                reference = verification.TransformersReference(source.checkpoint)
+            except NoReference as reason:
+                detail(f"not compared: {reason}")
+            else:
+                comparisons += verification.compare_with_transformers(session, reference, calls.ids, effort, detail)
+    verification.judge(comparisons, manifest)
     return comparisons

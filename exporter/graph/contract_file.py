@@ -15,14 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator, m
 
 from exporter.config import read_yaml_model
 from exporter.errors import ConfigError
-from exporter.graph.contract import (
-    COREML_CHECKS,
-    EXPORTED_CHECKS,
-    FILE_CHECKS,
-    FileLimits,
-    ProgramContract,
-    delegated_floor,
-)
+from exporter.graph.contract import COREML_CHECKS, EXPORTED_CHECKS, FILE_CHECKS, FileLimits, ProgramContract
 from exporter.spec import CheckResult, DType, Format, StateSpec, cache_states, stacked, state_name
 
 Count = Annotated[StrictInt, Field(ge=1)]
@@ -101,7 +94,7 @@ class ContractFile(_Part):
 
     Args:
         checks: the checks that are required; None means all that run.
-        min_delegated_share: floors by method; a method left out keeps the exporter's own.
+        min_delegated_share: floors by method, which a file must meet; for a method left out there are only warnings.
         max_planned_bytes: ceilings by method.
         max_file_bytes: of the program file.
         max_duplicate_share: repeated over unique bytes stay below it.
@@ -169,9 +162,7 @@ class ContractFile(_Part):
         return [
             dataclasses.replace(
                 contract,
-                min_delegated_share=self.min_delegated_share.get(
-                    contract.method, delegated_floor(contract.method, contract.states)
-                ),
+                min_delegated_share=self.min_delegated_share.get(contract.method),
                 max_planned_bytes=self.max_planned_bytes.get(contract.method),
             )
             for contract in contracts

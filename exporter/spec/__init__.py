@@ -9,6 +9,7 @@ D head_dim.
 
 from exporter.spec.base import DTYPE_BYTES, DType, Spec
 from exporter.spec.manifest import (
+    CACHE_PROMISES,
     EAGER,
     FLOAT,
     IDS_DTYPES,
@@ -16,6 +17,8 @@ from exporter.spec.manifest import (
     LAYOUTS,
     MANIFEST_VERSION,
     PRESETS,
+    PROMISES,
+    REDUCED_PROMISES,
     STATE_DTYPES,
     AttentionKernels,
     CheckResult,
@@ -28,10 +31,12 @@ from exporter.spec.manifest import (
     Manifest,
     MethodSpec,
     ProgramSpec,
+    Promise,
     QuantizationSpec,
     SourceSpec,
     TensorSpec,
     TokenizerSpec,
+    promise_of,
 )
 from exporter.spec.model import (
     Activation,
@@ -57,6 +62,7 @@ from exporter.spec.states import (
 )
 
 __all__ = [
+    "CACHE_PROMISES",
     "DTYPE_BYTES",
     "EAGER",
     "FLOAT",
@@ -65,6 +71,8 @@ __all__ = [
     "LAYOUTS",
     "MANIFEST_VERSION",
     "PRESETS",
+    "PROMISES",
+    "REDUCED_PROMISES",
     "SCALES",
     "STACKED_NAMES",
     "STATE_DTYPES",
@@ -88,6 +96,7 @@ __all__ = [
     "MoESpec",
     "ModelSpec",
     "ProgramSpec",
+    "Promise",
     "QuantizationSpec",
     "RopeSpec",
     "ShortConvSpec",
@@ -98,6 +107,7 @@ __all__ = [
     "TensorSpec",
     "TokenizerSpec",
     "cache_states",
+    "promise_of",
     "stacked",
     "state_name",
     "state_specs",

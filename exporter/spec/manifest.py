@@ -11,7 +11,7 @@ from exporter.spec.base import DType, Spec
 from exporter.spec.model import ModelSpec
 from exporter.spec.states import CachePolicy, Layout, StateSpec, state_specs
 
-MANIFEST_VERSION = 3
+MANIFEST_VERSION = 4
 
 
 class QuantizationSpec(Spec):
@@ -24,6 +24,8 @@ class QuantizationSpec(Spec):
     says how linears and head are rounded, and the first `head_int8_rows` rows of an int4 head, those of the frequent
     tokens, are int8. A tied table is stored once: the embedding takes its rows from the head's, and an int8 one beside
     an int4 head adds what the four bits leave over as four more.
+
+    `max_kl_divergence`, in nats, is the ceiling that verification holds the program to; left out, `promise_of` has it.
     """
 
     linear: Literal["none", "int8", "int4"] = "none"
@@ -34,6 +36,7 @@ class QuantizationSpec(Spec):
     smooth: bool = False
     rounding: Literal["nearest", "gptq"] = "nearest"
     head_int8_rows: int = Field(default=0, ge=0)
+    max_kl_divergence: float | None = Field(default=None, gt=0)
 
     @model_validator(mode="after")
     def _has_what_it_refines(self) -> QuantizationSpec:
@@ -54,6 +57,10 @@ class QuantizationSpec(Spec):
     def is_quantized(self) -> bool:
         return {self.linear, self.embedding, self.head} != {"none"}
 
+    @property
+    def rounds_activations(self) -> bool:
+        return {self.linear, self.head} != {"none"}
+
 
 PRESETS: dict[str, QuantizationSpec] = {
     "none": QuantizationSpec(),
@@ -73,6 +80,51 @@ PRESETS: dict[str, QuantizationSpec] = {
 """What a config may name instead of a mapping, by what it promises (docs/quantization.md has what was measured):
 `accurate` within 0.01 nats of the float model's negative log-likelihood, `balanced` within 0.02, `small` within 0.1.
 A model need not have the matrices they name."""
+
+
+class Promise(Spec):
+    """`max_kl`, in nats: a program whose mean KL divergence from the float model is above it is refused. It is the
+    ceiling for files that are broken, on a few positions of one text, and wider than what was measured on many."""
+
+    max_kl: float
+
+
+PROMISES: dict[str, Promise] = {
+    "none": Promise(max_kl=0.0),
+    "accurate": Promise(max_kl=0.05),
+    "balanced": Promise(max_kl=0.08),
+    "small": Promise(max_kl=0.25),
+}
+"""Of the presets, over float32 caches."""
+CACHE_PROMISES: dict[DType, Promise] = {
+    "float32": Promise(max_kl=0.0), "float16": Promise(max_kl=0.001), "int8": Promise(max_kl=0.05),
+}  # fmt: skip
+"""What the coarsest cache comes to beside the weights."""
+_COARSENESS = ("none", "int8", "int4")
+
+
+def promise_of(spec: QuantizationSpec) -> Promise:
+    """The ceiling of `spec`: what it states itself, or that of the nearest preset. That is the strictest of those that
+    are in no respect finer than `spec`; where each is finer in something, the least strict of all."""
+    if spec.max_kl_divergence is not None:
+        return Promise(max_kl=spec.max_kl_divergence)
+    promises = [PROMISES[name] for name, preset in PRESETS.items() if not _finer(preset, spec)]
+    if not promises:
+        return max(PROMISES.values(), key=lambda promise: promise.max_kl)
+    return min(promises, key=lambda promise: promise.max_kl)
+
+
+def _finer(one: QuantizationSpec, other: QuantizationSpec) -> bool:
+    """Whether `one` keeps more of a float model than `other` in some respect."""
+    grids = [(getattr(one, part), getattr(other, part)) for part in ("linear", "embedding", "head")]
+    return (
+        any(_COARSENESS.index(ours) < _COARSENESS.index(theirs) for ours, theirs in grids)
+        or (one.smooth and not other.smooth)
+        or (one.rounding == "gptq" and other.rounding != "gptq")
+        or (other.linear == "int4" and not set(one.keep_int8) <= set(other.keep_int8))
+        or (other.head == "int4" and one.head_int8_rows > other.head_int8_rows)
+        or ("int4" in {theirs for _, theirs in grids} and one.group_size < other.group_size)
+    )
 
 
 class TensorSpec(Spec):
@@ -109,12 +161,21 @@ KEEP_INT8: dict[str, tuple[str, ...]] = {"int4": _SENSITIVE, "palettized4": _SEN
 """The matrices that keep 8 bits by default in the options that have 4: most of what those cost sits in these."""
 
 
+REDUCED_PROMISES: dict[str, Promise] = {
+    "float32": Promise(max_kl=0.0), "float16": Promise(max_kl=0.001), "int8": Promise(max_kl=0.1),
+    "int4": Promise(max_kl=0.5), "palettized4": Promise(max_kl=0.8),
+}  # fmt: skip
+"""Of the same kind as `PROMISES`, by what the other formats call their weights."""
+
+
 class _ReducedWeights(Spec):
     """`keep_int8` has the meaning of `QuantizationSpec.keep_int8`, and embedding and head have names too: the matrices
-    whose name contains one of its parts are int8 where `weights` has 4 bits. Left out, it is that of `KEEP_INT8`."""
+    whose name contains one of its parts are int8 where `weights` has 4 bits. Left out, it is that of `KEEP_INT8`.
+    `max_kl_divergence` is as there; left out, it is that of `REDUCED_PROMISES`."""
 
     weights: str
     keep_int8: tuple[str, ...] = ()
+    max_kl_divergence: float | None = Field(default=None, gt=0)
 
     @model_validator(mode="before")
     @classmethod
@@ -160,8 +221,9 @@ class CoreAIOptions(_ReducedWeights):
 class ProgramSpec(Spec):
     """One program, a file or a directory of the bundle. `format` selects the loader.
 
-    `states` is the state it takes, `weights` says in a word how its weights are stored and `keep_int8` which of them
-    have 8 bits all the same (of an ExecuTorch program, the manifest's `quantization` does); `operators` are those it
+    `states` is the state it takes, `weights` says in a word how its weights are stored, `keep_int8` which of them have
+    8 bits all the same and `max_kl_divergence` the ceiling that the config states (of an ExecuTorch program, the
+    manifest's `quantization` does); `operators` are those it
     uses; of an ExecuTorch program, those outside every delegate. `kernels` is what an ExecuTorch program was laid out
     for.
     """
@@ -170,6 +232,7 @@ class ProgramSpec(Spec):
     file: str
     weights: str
     keep_int8: tuple[str, ...] = ()
+    max_kl_divergence: float | None = None
     states: tuple[StateSpec, ...]
     methods: dict[str, MethodSpec]
     runtime: str
@@ -196,13 +259,20 @@ class TokenizerSpec(Spec):
 
 
 class CheckResult(Spec):
-    """One line of the graph contract: `program` is a method's name, `evidence` what was seen in the graph."""
+    """One line of the graph contract: `program` is a method's name, `evidence` what was seen in the graph. One that
+    did not pass is an error, or where it is a matter of speed and nobody demanded better, a warning."""
 
     format: Format = "executorch"
     name: str
     program: str
     passed: bool
     evidence: str
+    severity: Literal["error", "warning"] = "error"
+
+    @property
+    def refused(self) -> bool:
+        """Whether a program with this result must not ship."""
+        return not self.passed and self.severity == "error"
 
 
 EAGER, FLOAT = "eager", "float eager"
@@ -210,21 +280,28 @@ EAGER, FLOAT = "eager", "float eager"
 
 
 class Comparison(Spec):
-    """How far a program was from a reference on the same tokens. `positions` counts compared rows of logits.
+    """How far a program was from a reference on the same tokens. `positions` counts compared rows of logits,
+    `largest_logit` is the largest magnitude in the reference's.
 
     KL divergence is that of the program's next-token distribution from the reference's, in nats, `nll` the mean
-    negative log-likelihood of the true next tokens.
+    negative log-likelihood of the true next tokens. `max_state_error` is that of the row `worst_state` and
+    `mean_state_error` that of the worst head's rows, as ``verification.states.StateErrors`` has them. Without a
+    `format` what was compared is no program but the float model that all of them are made of.
     """
 
-    format: Format = "executorch"
+    format: Format | None = "executorch"
     reference: str
     positions: int
+    largest_logit: float
     max_abs_difference: float
     mean_abs_difference: float
     mean_kl_divergence: float
     argmax_agreement: float
     greedy_agreement: str | None = None
     max_state_difference: float | None = None
+    max_state_error: float | None = None
+    mean_state_error: float | None = None
+    worst_state: str | None = None
     nll: float | None = None
     reference_nll: float | None = None
 
@@ -237,7 +314,8 @@ class FileEntry(Spec):
 class Manifest(Spec):
     """What a bundle says of itself (`manifest.json`).
 
-    Whoever runs or checks one program looks at the manifest `of` its format, which names no other.
+    Whoever runs or checks one program looks at the manifest `of` its format, which names no other. `not_compared` says
+    why the float model was not compared with Transformers at export; None if it was.
     """
 
     version: int = MANIFEST_VERSION
@@ -254,6 +332,7 @@ class Manifest(Spec):
     programs: tuple[ProgramSpec, ...]
     graph_checks: tuple[CheckResult, ...]
     verification: tuple[Comparison, ...]
+    not_compared: str | None = None
     versions: dict[str, str]
     files: dict[str, FileEntry]
 
@@ -288,6 +367,17 @@ class Manifest(Spec):
         if self.program.format == "executorch":
             return self.quantization.is_quantized or any(state.dtype != "float32" for state in self.states)
         return self.program.weights != "float32" or any(state.dtype != "float32" for state in self.states)
+
+    @property
+    def max_kl(self) -> float:
+        """The ceiling of that program's mean KL divergence from the float model, in nats."""
+        if self.program.format == "executorch":
+            stated, promise = self.quantization.max_kl_divergence, promise_of(self.quantization)
+        else:
+            stated, promise = self.program.max_kl_divergence, REDUCED_PROMISES[self.program.weights]
+        if stated is not None:
+            return stated
+        return promise.max_kl + max(CACHE_PROMISES[state.dtype].max_kl for state in self.states)
 
     def with_states(self, states: Sequence[StateSpec]) -> Manifest:
         """The same program over other states."""

@@ -5,16 +5,15 @@ Letters: V vocab_size, n compared positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from exporter.spec import EAGER, FLOAT, Comparison, Format, StateSpec
+from exporter.spec import EAGER, FLOAT, Comparison, Format
 from exporter.verification.runs import Calls, Run, run
+from exporter.verification.states import state_errors
 from runtime_ref.session import Session
-from runtime_ref.state import State
 
 REFERENCE_FILE = "reference.safetensors"
 TOP = 64
@@ -22,15 +21,17 @@ RECORDED, BASELINE, TRANSFORMERS = "float eager, as recorded", "(eager against f
 
 
 class Differences:
-    """Collects logit rows ``[V]`` of a program of `format` and of what it is held against, at the same positions."""
+    """Collects logit rows ``[V]`` of a program of `format`, or without one of the float model, and of what it is held
+    against, at the same positions."""
 
-    def __init__(self, reference: str, format: Format = "executorch") -> None:
+    def __init__(self, reference: str, format: Format | None) -> None:
         self.reference, self.format = reference, format
-        self.largest = self.total = self.divergence = 0.0
+        self.scale = self.largest = self.total = self.divergence = 0.0
         self.count = self.values = self.agreed = 0
 
     def add(self, got: torch.Tensor, want: torch.Tensor) -> None:
         difference = (got - want).abs()
+        self.scale = max(self.scale, float(want.abs().max()))
         self.largest = max(self.largest, float(difference.max()))
         self.total += float(difference.sum(dtype=torch.float64))
         self.count, self.values = self.count + 1, self.values + difference.numel()
@@ -46,6 +47,7 @@ class Differences:
             format=self.format,
             reference=self.reference,
             positions=self.count,
+            largest_logit=self.scale,
             max_abs_difference=min(self.largest, torch.finfo(torch.float32).max),
             mean_abs_difference=self.total / max(self.values, 1),
             mean_kl_divergence=max(self.divergence / max(self.count, 1), 0.0),
@@ -60,7 +62,15 @@ def compare(name: str, got: Run, want: Run, states: bool = True) -> Comparison:
     differences = Differences(name, got.state.manifest.program.format)
     for ours, theirs in zip(got.logits, want.logits, strict=True):
         differences.add(ours, theirs)
-    return differences.comparison(max_state_difference=state_difference(got.state, want.state) if states else None)
+    if not states:
+        return differences.comparison()
+    errors = state_errors(got.state, want.state)
+    return differences.comparison(
+        max_state_difference=errors.difference,
+        max_state_error=errors.row,
+        mean_state_error=errors.mean,
+        worst_state=errors.place,
+    )
 
 
 def compare_with_eager(program: Run, eager: Run, original: Run) -> list[Comparison]:
@@ -78,28 +88,6 @@ def compare_with_eager(program: Run, eager: Run, original: Run) -> list[Comparis
         states = manifest.program.format != "executorch" or not manifest.quantization.smooth
         comparisons += [compare(FLOAT, program, original, states), compare(BASELINE, eager, original, states)]
     return comparisons
-
-
-def state_difference(state: State, reference: State) -> float:
-    """The largest difference over every row of state that holds a token, integers taken for what they stand for;
-    infinite when one is no number."""
-    largest = 0.0
-    theirs = dict(float_states(reference))
-    for spec, ours in float_states(state):
-        other = theirs[spec]
-        rows = min(state.length, ours.shape[1], other.shape[1]) if spec.kind != "conv" else ours.shape[1]
-        difference = (ours[:, :rows] - other[:, :rows]).abs()
-        largest = max(largest, float(difference.nan_to_num(nan=torch.inf).max()))
-    return min(largest, torch.finfo(torch.float32).max)  # JSON has no infinity
-
-
-def float_states(state: State) -> Iterator[tuple[StateSpec, torch.Tensor]]:
-    """Every state but the scales, as floats: described as it would be in a float32 cache, and its rows."""
-    tensors = {spec.name: tensor for spec, tensor in zip(state.manifest.states, state.tensors, strict=True)}
-    for spec in state.manifest.with_float_caches().states:
-        own = next(one for one in state.manifest.states if one.name == spec.name)
-        rows = tensors[spec.name]
-        yield spec, rows if own.scales is None else rows * tensors[own.scales]
 
 
 def write_reference(path: Path, original: Run, calls: Calls) -> None:

@@ -8,15 +8,18 @@ from exporter.model.decoder import Decoder, parameter_shapes
 from exporter.progress import Progress
 from exporter.quantization.matrices import Storage
 from exporter.quantization.rounding import round_weights
-from exporter.spec import Manifest
+from exporter.spec import Format, Manifest
 from exporter.verification.runs import Calls, Run, run_by_layers
+
+ROUNDS_BEFORE: dict[Format, bool] = {"executorch": True, "coreml": False, "coreai": False}
+"""Whether the decoder that a program is made of rounds weights, activations and caches as the program does; a format
+that rounds while it converts is made of one in floats."""
 
 
 def run_decoder(manifest: Manifest, decoder: Decoder, calls: Calls, progress: Progress) -> Run:
-    """What the decoder that the program was made of makes of `calls`, on plain kernels. A `.pte` is its decoder,
-    roundings of activations and caches included; the other formats round while they convert, so theirs is in floats."""
+    """What the decoder that the program was made of makes of `calls`, on plain kernels."""
     with progress.step("run eager"):
-        caches = manifest if manifest.program.format == "executorch" else manifest.with_float_caches()
+        caches = manifest if ROUNDS_BEFORE[manifest.program.format] else manifest.with_float_caches()
         return run_by_layers(caches, decoder.with_kernels(PlainKernels()), calls)
 
 
@@ -27,7 +30,7 @@ def eager_runs(
     that it came from: the one is `run_decoder`'s, the other read again where weights or caches are rounded."""
     on_floats, program = manifest.with_float_caches(), manifest.program
     shapes = parameter_shapes(checkpoint.spec)
-    if program.format == "executorch":
+    if ROUNDS_BEFORE[program.format]:
         if not manifest.is_quantized:
             return own, own
         with progress.step("read and run float eager"):

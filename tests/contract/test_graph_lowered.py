@@ -16,6 +16,7 @@ from exporter.graph import (
     assert_graph_contract,
     check_lowered,
     read_pte,
+    refuse_failed,
     runtime_registry,
     stored_weights,
 )
@@ -134,8 +135,19 @@ def test_a_share_below_the_floor_fails(good: bytes, registry: frozenset[str]) ->
         "delegated_share"
     ].passed
     results = check_lowered(good, changed("main", min_delegated_share=0.99), registry)
-    assert not by_name(results, "main")["delegated_share"].passed
+    assert by_name(results, "main")["delegated_share"].refused
     assert by_name(results, "prefill")["delegated_share"].passed
+    with pytest.raises(GraphContractError, match=r"main: delegated_share failed .* right and costs more than"):
+        refuse_failed(results)
+
+
+def test_a_share_below_what_is_expected_of_any_file_is_a_warning(registry: frozenset[str]) -> None:
+    """Nothing is delegated, and nothing is wrong."""
+    data = lower({"main": trace("main")}, delegate=False)
+    results = check_lowered(data, [CONTRACTS["main"]], registry)
+    found = by_name(results, "main")["delegated_share"]
+    assert not found.passed and found.severity == "warning" and "0%, the floor is 50%" in found.evidence
+    refuse_failed(results)
 
 
 def test_more_planned_memory_than_the_ceiling_fails(good: bytes, registry: frozenset[str]) -> None:

@@ -117,10 +117,11 @@ def test_quantised_programs_equal_eager_until_a_rounding_differs(request: pytest
 def test_quantised_programs_lose_no_more_than_quantised_eager(request: pytest.FixtureRequest, name: str) -> None:
     bundle = request.getfixturevalue(name)
     recorded = {c.reference: c for c in read_bundle(bundle).manifest.verification}
-    assert set(recorded) == {verification.EAGER, verification.FLOAT, verification.BASELINE}
-    assert (
-        recorded[verification.FLOAT].mean_kl_divergence <= 2 * recorded[verification.BASELINE].mean_kl_divergence + 0.02
-    )
+    assert set(recorded) == {verification.TRANSFORMERS, verification.EAGER, verification.FLOAT, verification.BASELINE}
+    baseline, floats = (recorded[one].mean_kl_divergence for one in (verification.BASELINE, verification.FLOAT))
+    assert 0 < baseline < 0.05 and floats < 1.1 * baseline  # measured: 0.0355, and equal to two digits
+    state = recorded[verification.EAGER].max_state_error
+    assert state is not None and state < 1e-4
 
 
 @pytest.mark.parametrize("name", (*FLOAT_BUNDLES, *QUANTIZED_BUNDLES))

@@ -20,7 +20,6 @@ from conftest import CHUNK, CONTEXT, WINDOW
 import runtime_ref
 from exporter import pipeline, verification
 from exporter.bundle import read_bundle
-from exporter.graph.contract import MIN_DELEGATED_SHARE
 from exporter.graph.contract_file import ContractFile, LayerForm, ProgramForm
 from exporter.inspection import inspect
 from exporter.progress import Progress
@@ -51,10 +50,6 @@ def test_every_check_holds_on_the_traced_programs_and_on_the_file(int8_cache_bun
     assert [c for c in (*recorded, *again) if not c.passed] == []
     rows = [c.evidence for c in recorded if c.name == "writes_land_on_their_rows"]
     assert len(rows) == 2 and all(line.startswith("12 states played") for line in rows)
-    for check in again:
-        if check.name == "delegated_share":
-            share = int(check.evidence.rpartition(" ")[2].rstrip("%")) / 100
-            assert MIN_DELEGATED_SHARE[check.program] - 0.1 <= share < MIN_DELEGATED_SHARE[check.program] + 0.1
 
 
 def test_a_bare_file_is_held_to_a_contract_with_int8_layers(int8_cache_bundle: Path) -> None:
@@ -105,7 +100,7 @@ def test_the_first_rows_are_eagers_to_the_bit(int8_cache_bundle: Path) -> None:
 
 def test_the_export_recorded_what_int8_costs(int8_cache_bundle: Path) -> None:
     recorded = {c.reference: c for c in read_bundle(int8_cache_bundle).manifest.verification}
-    assert set(recorded) == {verification.EAGER, verification.FLOAT, verification.BASELINE}
+    assert set(recorded) == {verification.TRANSFORMERS, verification.EAGER, verification.FLOAT, verification.BASELINE}
     assert 0 < recorded[verification.BASELINE].mean_kl_divergence < 1e-4
     (again,) = pipeline.verify_bundle(int8_cache_bundle, None, Progress.silent())
     assert again.reference == verification.RECORDED and again.mean_kl_divergence > 0

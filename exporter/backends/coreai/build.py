@@ -73,6 +73,7 @@ def build(decoder: Decoder, limits: Limits, options: CoreAIOptions, directory: P
         file=PROGRAM_FILE,
         weights=options.weights,
         keep_int8=options.keep_int8,
+        max_kl_divergence=options.max_kl_divergence,
         states=decoder.states,
         methods={method: own.interface for method, own in contracts.items()},
         runtime=f"coreai-core-{version('coreai-core')}-interpreter",

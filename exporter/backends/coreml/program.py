@@ -69,6 +69,7 @@ def build(decoder: Decoder, limits: Limits, options: CoreMLOptions, directory: P
         file=PROGRAM_FILE,
         weights=options.weights,
         keep_int8=options.keep_int8,
+        max_kl_divergence=options.max_kl_divergence,
         states=decoder.states,
         methods=interfaces,
         runtime=RUNTIME,
