@@ -94,7 +94,7 @@ def held_to(comparison: Comparison, manifest: Manifest) -> Iterator[Held]:
 
 
 def rounding_of(manifest: Manifest) -> Rounding:
-    """What the one program of `manifest` rounds while it runs. Weights of float16 count, for its eager model's are not."""
+    """What the one program of `manifest` rounds while it runs. float16 weights count: its eager model's are float32."""
     program, dtypes = manifest.program, {state.dtype for state in manifest.states}
     if ROUNDS_ACTIVATIONS[program.format] and manifest.quantization.rounds_activations:
         return "activations"
