@@ -74,6 +74,8 @@ def export(
     target = Path("bundles") / config.name if out is None else out
     bundle = pipeline.export(config, target, Progress(messages))
     output.print(tables.comparisons_table(bundle.manifest.verification))
+    for line in tables.warnings(bundle.manifest):
+        messages.print(f"[bold yellow]warning:[/] {escape(line)}", markup=True, highlight=False, soft_wrap=True)
     total = sum(entry.bytes for entry in bundle.manifest.files.values())
     output.print(f"{target}: {in_unit(total, 'MB', 0)}, licence of the weights: {bundle.manifest.source.license}")
 

@@ -47,7 +47,8 @@ class Inspection:
 
     @property
     def passed(self) -> bool:
-        return all(check.passed for check in self.checks)
+        """Whether nothing is refused; a warning is not."""
+        return not any(check.refused for check in self.checks)
 
     def as_json(self) -> dict[str, Any]:
         """What ``--format json`` prints."""

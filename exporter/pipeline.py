@@ -8,24 +8,22 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
-from exporter import verify
+from exporter import verification
 from exporter.backends import build_module, traits
 from exporter.bundle import Bundle, read_bundle, write_bundle
 from exporter.cache.interface import CacheKernels
-from exporter.cache.plain import PlainKernels
 from exporter.checkpoint import Checkpoint, open_checkpoint
 from exporter.config import ExportConfig, resolve
 from exporter.machine import release_freed_memory, return_large_memory
-from exporter.model.decoder import Decoder, ReadParameter, parameter_shapes
+from exporter.model.decoder import Decoder, parameter_shapes
 from exporter.programs import Limits
 from exporter.progress import Progress
 from exporter.quantization import quantize
 from exporter.quantization.calibration import calibration_ids
-from exporter.quantization.rounding import round_weights
-from exporter.runs import Calls, Run, long_schedule, run, run_by_layers, schedule
 from exporter.spec import Comparison, Manifest, Recipe, StateSpec, TokenizerSpec, state_specs
 from exporter.tokenizer import write_tokenizer
 from exporter.tricks.rare_collections import rare_collections
+from exporter.verification import Calls, NoReference, Run, eager_runs, english_calls, run, run_decoder
 
 RECORDED_VERSIONS = ("ring-exporter", "torch", "transformers", "tokenizers", "gguf")
 
@@ -58,10 +56,6 @@ class Source:
             spec, options = self.checkpoint.spec, self.config.options(target)
             self._recipes[target] = options.recipe(parameter_shapes(spec), spec.tie_word_embeddings)
         return self._recipes[target]
-
-    def reader(self) -> ReadParameter:
-        """What reads the checkpoint a parameter at a time."""
-        return self.checkpoint.reader(parameter_shapes(self.checkpoint.spec))
 
 
 def open_source(config: ExportConfig) -> Source:
@@ -102,7 +96,7 @@ def program_decoder(source: Source, target: str, bundle: Path, tokenizer: Tokeni
             detail(f"calibrated on {ids.shape[1]} tokens")
         kernels = build_module(target).kernels(source.config.options(target))
         decoder = Decoder.unread(source.checkpoint.spec, source.states(target), kernels)
-        quantize(decoder, recipe, ids, source.reader())
+        quantize(decoder, recipe, ids, source.checkpoint.reader(parameter_shapes(decoder.spec)))
         release_freed_memory()
         return decoder
 
@@ -165,14 +159,17 @@ def add_program(manifest: Manifest, target: str, directory: Path, source: Source
     alone = manifest.model_copy(update={"programs": (built.program,)})
     for name, text in back_end.beside(alone).items():
         (directory / name).write_text(text, encoding="utf-8")
-    bundle, pieces = Bundle(directory, alone), schedule(alone)
-    calls = Calls(verify.bundle_ids(bundle, sum(pieces)), pieces)
+    bundle = Bundle(directory, alone)
+    calls = english_calls(bundle)
     release_freed_memory()
     own = run_decoder(alone, decoder, calls, progress)
     decoder.let_go()  # what comes now has weights of its own
     release_freed_memory()
-    eager, original = eager_runs(alone, own, source, calls, progress)
+    eager, original = eager_runs(alone, own, source.checkpoint, calls, progress)
     release_freed_memory()
+    if not manifest.programs:  # once: the float model is the same for every format
+        manifest = verify_model(manifest, source.checkpoint, original, calls, progress)
+        release_freed_memory()
     comparisons = verify_staged(bundle, eager, original, calls, progress)
     return manifest.model_copy(
         update={
@@ -183,32 +180,23 @@ def add_program(manifest: Manifest, target: str, directory: Path, source: Source
     )
 
 
-def run_decoder(manifest: Manifest, decoder: Decoder, calls: Calls, progress: Progress) -> Run:
-    """What the decoder that the program was made of makes of `calls`, on plain kernels: with the program's caches where
-    the decoder is rounded as the program is, in floats where the back end rounds while it converts."""
-    with progress.step("run eager"):
-        rounded = traits(manifest.program.format).decoder_is_rounded
-        caches = manifest if rounded else manifest.with_float_caches()
-        return run_by_layers(caches, decoder.with_kernels(PlainKernels()), calls)
+def verify_model(
+    manifest: Manifest, checkpoint: Checkpoint, original: Run, calls: Calls, progress: Progress
+) -> Manifest:
+    """Hold the float model that all programs come from to Transformers, and record what was seen, or why nothing was.
 
-
-def eager_runs(manifest: Manifest, own: Run, source: Source, calls: Calls, progress: Progress) -> tuple[Run, Run]:
-    """What the eager model with the weights and caches of the program makes of `calls`, and what the float one does
-    that it came from: the one is `run_decoder`'s, the other read again where weights or caches are rounded."""
-    on_floats, program = manifest.with_float_caches(), manifest.program
-    if traits(program.format).decoder_is_rounded:
-        if not manifest.is_quantized:
-            return own, own
-        with progress.step("read and run float eager"):
-            original = Decoder.unread(source.checkpoint.spec, on_floats.states, PlainKernels())
-            return own, run_by_layers(on_floats, original, calls, source.reader())
-    if not program.recipe.rounded:
-        return own, own
-    rounded = read_decoder(source, on_floats.states, PlainKernels(), progress)
-    with progress.step("round weights"):
-        round_weights(rounded, program.recipe)
-    with progress.step("run rounded eager"):
-        return run_by_layers(on_floats, rounded, calls), own
+    Raises:
+        VerificationError: what was read from the checkpoint is another model.
+    """
+    with progress.step("verify against Transformers") as detail:
+        try:
+            comparison, few = verification.compare_model_with_transformers(checkpoint, original, calls)
+        except NoReference as reason:
+            detail(f"not compared: {reason}")
+            return manifest.model_copy(update={"not_compared": str(reason)})
+        verification.judge([comparison], manifest)
+        detail(few.described())
+    return manifest.model_copy(update={"verification": (*manifest.verification, comparison)})
 
 
 def verify_staged(bundle: Bundle, eager: Run, original: Run, calls: Calls, progress: Progress) -> list[Comparison]:
@@ -219,10 +207,10 @@ def verify_staged(bundle: Bundle, eager: Run, original: Run, calls: Calls, progr
     """
     manifest = bundle.manifest
     with progress.step("verify against eager") as detail:
-        program = run(verify.open_session(bundle), calls)
-        comparisons = verify.compare_with_eager(program, eager, original)
-        verify.judge(comparisons, manifest, verify.baseline_divergence(comparisons))
-        verify.write_reference(bundle.path / verify.REFERENCE_FILE, original, calls)
+        program = run(verification.open_session(bundle), calls)
+        comparisons = verification.compare_with_eager(program, eager, original)
+        verification.judge(comparisons, manifest)
+        verification.write_reference(bundle.path / verification.REFERENCE_FILE, original, calls)
         detail(calls.described())
     return comparisons
 
@@ -240,7 +228,7 @@ def verify_bundle(path: Path, config: ExportConfig | None, progress: Progress) -
     source = None
     if config is not None:
         source = open_source(config)
-        verify.check_same_source(bundle.manifest, source.checkpoint.source, source.config)
+        verification.check_same_source(bundle.manifest, source.checkpoint.source, source.config)
     return [
         comparison
         for program in bundle.manifest.programs
@@ -252,25 +240,25 @@ def verify_program(bundle: Bundle, source: Source | None, progress: Progress) ->
     """`verify_bundle` of a bundle's one program."""
     manifest = bundle.manifest
     with progress.step(f"{manifest.program.format}: against what was recorded"):
-        session = verify.open_session(bundle)
-        comparisons = [verify.compare_with_recorded(session, bundle.path / verify.REFERENCE_FILE)]
-    baseline = verify.baseline_divergence(manifest.verification)
+        session = verification.open_session(bundle)
+        comparisons = [verification.compare_with_recorded(session, bundle.path / verification.REFERENCE_FILE)]
     if source is not None:
-        effort = traits(manifest.program.format).effort
-        ids = verify.bundle_ids(bundle, min(effort.tokens, manifest.max_context_length - effort.greedy))
+        effort = traits(manifest.program.format).effort.within(manifest.max_context_length)
+        calls = english_calls(bundle, effort.tokens)
         decoder = program_decoder(source, manifest.program.format, bundle.path, manifest.tokenizer, progress)
-        calls = Calls(ids, long_schedule(manifest, len(ids)))
         own = run_decoder(manifest, decoder, calls, progress)
         del decoder
-        eager, original = eager_runs(manifest, own, source, calls, progress)
+        eager, original = eager_runs(manifest, own, source.checkpoint, calls, progress)
         with progress.step("against eager") as detail:
-            against_eager = verify.compare_with_eager(run(session, calls), eager, original)
-            baseline = verify.baseline_divergence(against_eager)
-            comparisons += against_eager
+            comparisons += verification.compare_with_eager(run(session, calls), eager, original)
             detail(calls.described())
         del own, eager, original
         with progress.step("against Transformers") as detail:
-            reference = verify.TransformersReference(source.checkpoint)
-            comparisons += verify.compare_with_transformers(session, reference, ids, effort, detail)
-    verify.judge(comparisons, manifest, baseline)
+            try:
+                reference = verification.TransformersReference(source.checkpoint)
+            except NoReference as reason:
+                detail(f"not compared: {reason}")
+            else:
+                comparisons += verification.compare_with_transformers(session, reference, calls.ids, effort, detail)
+    verification.judge(comparisons, manifest)
     return comparisons

@@ -95,8 +95,18 @@ def description_tables(file: FileDescription) -> list[Table]:
 def checks_table(checks: Sequence[CheckResult]) -> Table:
     table = _table("graph checks", ("format", "program", "check", "", "evidence"), left=5)
     for check in checks:
-        table.add_row(check.format, check.program, check.name, "ok" if check.passed else "FAILED", check.evidence)
+        outcome = "ok" if check.passed else "FAILED" if check.refused else "warning"
+        table.add_row(check.format, check.program, check.name, outcome, check.evidence)
     return table
+
+
+def warnings(manifest: Manifest) -> list[str]:
+    """What an export says of a bundle that it does not refuse."""
+    checks = [check for check in manifest.graph_checks if not check.passed]
+    lines = [f"{check.format}, {check.program}: {check.name}: {check.evidence}" for check in checks]
+    if manifest.not_compared is not None:
+        lines.append(f"not compared with Transformers: {manifest.not_compared}")
+    return lines
 
 
 def comparisons_table(comparisons: Sequence[Comparison]) -> Table:
@@ -110,16 +120,18 @@ def comparisons_table(comparisons: Sequence[Comparison]) -> Table:
         "argmax",
         "greedy",
         "state |d|",
+        "state error",
         "NLL",
         "NLL of ref.",
     )
     table = _table("verification", columns, left=2)
     for c in comparisons:
-        optional = [c.max_state_difference, c.nll, c.reference_nll]
-        state, nll, reference = ["" if value is None else f"{value:.4g}" for value in optional]
+        optional = [c.max_state_difference, c.max_state_error, c.nll, c.reference_nll]
+        rest = ["" if value is None else f"{value:.4g}" for value in optional]
         table.add_row(
-            c.format, c.reference, str(c.positions), f"{c.max_abs_difference:.2e}", f"{c.mean_abs_difference:.2e}",
-            f"{c.mean_kl_divergence:.2e}", f"{c.argmax_agreement:.2%}", c.greedy_agreement or "", state, nll, reference,
+            c.format or "float model", c.reference, str(c.positions), f"{c.max_abs_difference:.2e}",
+            f"{c.mean_abs_difference:.2e}", f"{c.mean_kl_divergence:.2e}", f"{c.argmax_agreement:.2%}",
+            c.greedy_agreement or "", *rest,
         )  # fmt: skip
     return table
 
@@ -133,6 +145,7 @@ def bundle_table(manifest: Manifest) -> Table:
         "model": f"{model.family}, {len(model.layers)} layers, vocabulary {model.vocab_size}",
         "context / prefill chunk": f"{manifest.max_context_length} / {manifest.max_prefill_chunk}",
         "weights": "; ".join(f"{program.format}: {program.weights}" for program in manifest.programs),
+        "Transformers": f"not compared: {manifest.not_compared}" if manifest.not_compared else "compared at export",
         "cache": f"{manifest.cache.caches}, growth: {manifest.cache.growth}, ring slack: {manifest.cache.ring_slack}",
         "versions": ", ".join(f"{name} {number}" for name, number in manifest.versions.items()),
     }

@@ -10,7 +10,7 @@ import torch
 from conftest import CHUNK, CONTEXT
 
 import runtime_ref
-from exporter import pipeline, runs, verify
+from exporter import pipeline, verification
 from exporter.bundle import read_bundle
 from exporter.cache.plain import PlainKernels
 from exporter.config import load_config
@@ -29,7 +29,7 @@ def ids_of(count: int) -> list[int]:
 
 def eager_over(manifest: Manifest, bundle: Path) -> Session:
     source = pipeline.open_source(load_config(bundle.with_suffix(".yaml")))
-    return runs.eager_session(
+    return verification.eager_session(
         manifest, pipeline.read_decoder(source, manifest.states, PlainKernels(), Progress.silent())
     )
 
@@ -40,8 +40,8 @@ def compared_with_eager(bundle: Path) -> list[Comparison]:
     session, eager = runtime_ref.load(bundle), eager_over(manifest, bundle)
     original = eager_over(manifest.with_float_caches(), bundle)
     assert sum(PIECES) == CONTEXT
-    calls = runs.Calls(ids_of(CONTEXT), PIECES)
-    found = verify.compare_with_eager(*(runs.run(one, calls) for one in (session, eager, original)))
+    calls = verification.Calls(ids_of(CONTEXT), PIECES)
+    found = verification.compare_with_eager(*(verification.run(one, calls) for one in (session, eager, original)))
     print(*found)
     return found
 

@@ -153,7 +153,8 @@ def write_gguf(
     writer.add_rope_freq_base(parameters.get("full_attention", parameters)["rope_theta"])
     if architecture == "gemma3":
         writer.add_sliding_window(config.sliding_window)
-        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+        if config.final_logit_softcapping is not None:
+            writer.add_final_logit_softcapping(config.final_logit_softcapping)
     if tokens:
         writer.add_token_list([f"t{i}" for i in range(tokens)])
     for name, value in (gguf_tensors(model) | (extra or {})).items():

@@ -19,8 +19,8 @@ from catalogue import LOG_PROBABILITIES
 from exporter.checkpoint import open_checkpoint
 from exporter.config import load_config
 from exporter.english import english_ids
-from exporter.reference import TransformersReference
 from exporter.tokenizer import write_tokenizer
+from exporter.verification import TransformersReference
 from runtime_ref.bench import SCORE_PREFIX, SCORED
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -110,18 +110,14 @@ def by_round(runs: Sequence[Mapping[str, Any]], name: str, figure: Figure) -> di
     return {number: statistics.median(found) for number, found in values.items()}
 
 
-def over_rounds(runs: Sequence[Mapping[str, Any]], name: str, figure: Figure) -> list[float]:
-    """Of one contender: the figure in each round that has it."""
-    return list(by_round(runs, name, figure).values())
-
-
 def median(runs: Sequence[Mapping[str, Any]], name: str, figure: Figure) -> float | None:
     """Over the rounds."""
-    found = over_rounds(runs, name, figure)
-    return statistics.median(found) if found else None
+    found = by_round(runs, name, figure)
+    return statistics.median(found.values()) if found else None
 
 
-def ratios_over_rounds(runs: Sequence[Mapping[str, Any]], ours: str, peer: str, figure: Figure) -> list[float]:
-    """Ours over the peer's in each round that has both."""
+def ratio(runs: Sequence[Mapping[str, Any]], ours: str, peer: str, figure: Figure) -> float | None:
+    """Ours over the peer's: the median of the ratios of the rounds that have both."""
     own, other = by_round(runs, ours, figure), by_round(runs, peer, figure)
-    return [own[number] / other[number] for number in own if number in other]
+    ratios = [own[number] / other[number] for number in own if number in other]
+    return statistics.median(ratios) if ratios else None

@@ -38,6 +38,12 @@ class Effort(NamedTuple):
     chunks: tuple[int, ...]
     tail: int = 0
 
+    def within(self, context: int) -> Effort:
+        """As much of it as a context of so many tokens has room for."""
+        greedy = min(self.greedy, context // 4)
+        tokens = min(self.tokens, context - greedy)
+        return self._replace(tokens=tokens, greedy=greedy, tail=min(self.tail, tokens // 2))
+
 
 @dataclass(frozen=True, kw_only=True)
 class FormatTraits:
@@ -54,6 +60,7 @@ class FormatTraits:
         cache_dtypes: what `cache.dtype` and `cache.global_dtype` may be.
         decoder_is_rounded: whether the decoder that is traced rounds weights and activations already, as the program
             will; otherwise the back end rounds weights while it converts, and computes in floats.
+        half_arithmetic: whether the program computes in float16.
         checks: the names of the graph checks of a program file.
         limits: the limits of a contract that its checks read (`graph.contract_file.LIMIT_CHECKS`).
         self_describing: whether a file alone says what it is; otherwise it needs a manifest or a contract.
@@ -72,6 +79,7 @@ class FormatTraits:
     state_dtype: DType | None
     cache_dtypes: tuple[DType, ...]
     decoder_is_rounded: bool
+    half_arithmetic: bool = False
     checks: tuple[str, ...]
     limits: frozenset[str] = field(default=frozenset())
     self_describing: bool

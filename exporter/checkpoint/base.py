@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal
 
@@ -59,6 +59,11 @@ class Checkpoint(ABC):
         """The manifest's record; hashes every file the first time it is asked for."""
         hashes = {path.name: sha256_file(path) for path in self.files}
         return SourceSpec(kind=self.kind, name=self.name, license=self.license, files=hashes)
+
+    def raw_tensors(self) -> dict[str, Callable[[], torch.Tensor]]:
+        """What reads each tensor that is not knowingly ignored, by its name in the files: float32, as it is stored,
+        before any transform. For readers of another origin."""
+        return {tensor.key: partial(self._read, tensor) for tensor in self._stored()}
 
     def reader(self, expected: Mapping[str, tuple[int, ...]]) -> Callable[[str], torch.Tensor]:
         """What reads a parameter from the file each time it is called, by its canonical name, as a contiguous float32

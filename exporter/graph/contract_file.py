@@ -19,7 +19,6 @@ from exporter.errors import ConfigError
 from exporter.graph.contract import (
     FileLimits,
     ProgramContract,
-    delegated_floor,
     known_checks,
 )
 from exporter.kinds import KINDS, Rows, StateForm, kind_of, one_of
@@ -102,7 +101,7 @@ class ContractFile(_Part):
 
     Args:
         checks: the checks that are required; None means all that run.
-        min_delegated_share: floors by method; a method left out keeps the exporter's own.
+        min_delegated_share: floors by method, which a file must meet; for a method left out there are only warnings.
         max_planned_bytes: ceilings by method.
         max_file_bytes: of the program file.
         max_duplicate_share: repeated over unique bytes stay below it.
@@ -170,9 +169,7 @@ class ContractFile(_Part):
         return [
             dataclasses.replace(
                 contract,
-                min_delegated_share=self.min_delegated_share.get(
-                    contract.method, delegated_floor(contract.method, contract.states)
-                ),
+                min_delegated_share=self.min_delegated_share.get(contract.method),
                 max_planned_bytes=self.max_planned_bytes.get(contract.method),
             )
             for contract in contracts

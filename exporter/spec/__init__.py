@@ -40,17 +40,23 @@ from exporter.spec.manifest import (
 from exporter.spec.model import Activation, LayerSpec, MLPSpec, ModelSpec, MoESpec
 from exporter.spec.programs import MAIN, PREFILL, PROGRAMS, ProgramKind, program_for
 from exporter.spec.quantization import (
+    CACHE_PROMISES,
     PRESETS,
+    PROMISES,
+    REDUCED_PROMISES,
     SENSITIVE,
     FormatOptions,
+    Promise,
     QuantizationSpec,
     ReducedWeights,
     keep_int8_by_default,
+    promise_of,
 )
 from exporter.spec.recipe import EMBEDDING, HEAD, GridSpec, ParameterSpec, Recipe, WeightBits, dtype_bits
 from exporter.spec.states import laid_out, stack_name, state_specs
 
 __all__ = [
+    "CACHE_PROMISES",
     "DTYPE_BYTES",
     "EAGER",
     "EMBEDDING",
@@ -62,6 +68,8 @@ __all__ = [
     "PREFILL",
     "PRESETS",
     "PROGRAMS",
+    "PROMISES",
+    "REDUCED_PROMISES",
     "SENSITIVE",
     "Activation",
     "AttentionSpec",
@@ -84,6 +92,7 @@ __all__ = [
     "ParameterSpec",
     "ProgramKind",
     "ProgramSpec",
+    "Promise",
     "QuantizationSpec",
     "Recipe",
     "ReducedWeights",
@@ -103,6 +112,7 @@ __all__ = [
     "laid_out",
     "one_of",
     "program_for",
+    "promise_of",
     "stack_name",
     "state_specs",
 ]

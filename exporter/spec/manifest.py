@@ -44,7 +44,8 @@ class ProgramSpec(Spec):
 
     `options` are the format's section of the config; `weights` says in words how weights are stored, `recipe` how each
     of them is. `states` is the state it takes, in the `layout` of the format. `operators` are those it uses; of an
-    ExecuTorch program, those outside every delegate.
+    ExecuTorch program, those outside every delegate. `max_kl_divergence`, in nats, is the ceiling of its mean KL
+    divergence from the float model.
     """
 
     format: str
@@ -53,6 +54,7 @@ class ProgramSpec(Spec):
     weights: str
     recipe: Recipe
     layout: Layout
+    max_kl_divergence: float
     states: tuple[StateSpec, ...]
     methods: dict[str, MethodSpec]
     runtime: str
@@ -98,7 +100,8 @@ class TokenizerSpec(Spec):
 
 class CheckResult(Spec):
     """One line of the graph contract: `program` is a method's name, `evidence` what was seen in the graph, `form`
-    whether that was the traced program or the file."""
+    whether that was the traced program or the file. One that did not pass is an error, or where it is a matter of cost
+    and nobody demanded better, a warning."""
 
     format: str = ""
     form: Literal["traced", "file"] = "file"
@@ -106,6 +109,12 @@ class CheckResult(Spec):
     program: str
     passed: bool
     evidence: str
+    severity: Literal["error", "warning"] = "error"
+
+    @property
+    def refused(self) -> bool:
+        """Whether a program with this result must not ship."""
+        return not self.passed and self.severity == "error"
 
 
 EAGER, FLOAT = "eager", "float eager"
@@ -113,21 +122,28 @@ EAGER, FLOAT = "eager", "float eager"
 
 
 class Comparison(Spec):
-    """The difference of a program from a reference on the same tokens. `positions` counts compared rows of logits.
+    """How far a program was from a reference on the same tokens. `positions` counts compared rows of logits,
+    `largest_logit` is the largest magnitude in the reference's.
 
     KL divergence is that of the program's next-token distribution from the reference's, in nats, `nll` the mean
-    negative log-likelihood of the true next tokens.
+    negative log-likelihood of the true next tokens. `max_state_error` is that of the row `worst_state` and
+    `mean_state_error` that of the worst head's rows, as ``verification.states.StateErrors`` has them. Without a
+    `format` what was compared is no program but the float model that all of them are made of.
     """
 
-    format: str
+    format: str | None
     reference: str
     positions: int
+    largest_logit: float
     max_abs_difference: float
     mean_abs_difference: float
     mean_kl_divergence: float
     argmax_agreement: float
     greedy_agreement: str | None = None
     max_state_difference: float | None = None
+    max_state_error: float | None = None
+    mean_state_error: float | None = None
+    worst_state: str | None = None
     nll: float | None = None
     reference_nll: float | None = None
 
@@ -140,7 +156,8 @@ class FileEntry(Spec):
 class Manifest(Spec):
     """What a bundle says of itself (`manifest.json`).
 
-    Code that runs or checks one program takes the manifest `of` its format, which has no other program.
+    Code that runs or checks one program takes the manifest `of` its format, which has no other program. `not_compared`
+    says why the float model was not compared with Transformers at export; None if it was.
     """
 
     version: int = MANIFEST_VERSION
@@ -156,6 +173,7 @@ class Manifest(Spec):
     programs: tuple[ProgramSpec, ...]
     graph_checks: tuple[CheckResult, ...]
     verification: tuple[Comparison, ...]
+    not_compared: str | None = None
     versions: dict[str, str]
     files: dict[str, FileEntry]
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from exporter.data import Spec
+from exporter.data import DType, Spec
 from exporter.spec.recipe import Recipe
 
 
@@ -22,6 +22,8 @@ class QuantizationSpec(Spec):
     inputs over inputs and weights. `rounding` is that of linears and head. The first `head_int8_rows` rows of an int4
     head, those of the frequent tokens, are int8. A tied table is stored once: the embedding reads the head's rows. An
     int8 embedding beside an int4 head stores the remainder of the four bits as four more.
+
+    `max_kl_divergence`, in nats, is the ceiling that verification holds the program to; left out, `promise_of` has it.
     """
 
     linear: str = "none"
@@ -32,6 +34,7 @@ class QuantizationSpec(Spec):
     smooth: bool = False
     rounding: Literal["nearest", "gptq"] = "nearest"
     head_int8_rows: int = Field(default=0, ge=0)
+    max_kl_divergence: float | None = Field(default=None, gt=0)
 
     @model_validator(mode="after")
     def _has_what_it_refines(self) -> QuantizationSpec:
@@ -64,8 +67,84 @@ PRESETS: dict[str, QuantizationSpec] = {
 A model need not have the matrices they name."""
 
 
+class Promise(Spec):
+    """`max_kl`, in nats: a program whose mean KL divergence from the float model is above it is refused. It is the
+    ceiling for files that are broken, on a few positions of one text, and wider than what was measured on many."""
+
+    max_kl: float
+
+
+PROMISES: dict[str, Promise] = {
+    "none": Promise(max_kl=0.0),
+    "accurate": Promise(max_kl=0.05),
+    "balanced": Promise(max_kl=0.08),
+    "small": Promise(max_kl=0.25),
+}
+"""Of the presets, over float32 caches."""
+CACHE_PROMISES: dict[DType, Promise] = {
+    "float32": Promise(max_kl=0.0), "float16": Promise(max_kl=0.001), "int8": Promise(max_kl=0.05),
+}  # fmt: skip
+"""What the coarsest cache comes to beside the weights."""
+
+
+def promise_of(spec: QuantizationSpec) -> Promise:
+    """The ceiling of `spec`: what it states itself, or that of the nearest preset. That is the strictest of those that
+    are in no respect finer than `spec`; where each is finer in something, the least strict of all."""
+    if spec.max_kl_divergence is not None:
+        return Promise(max_kl=spec.max_kl_divergence)
+    promises = [PROMISES[name] for name, preset in PRESETS.items() if not _finer(preset, spec)]
+    if not promises:
+        return max(PROMISES.values(), key=lambda promise: promise.max_kl)
+    return min(promises, key=lambda promise: promise.max_kl)
+
+
+def _finer(one: QuantizationSpec, other: QuantizationSpec) -> bool:
+    """Whether `one` keeps more of a float model than `other` in some respect."""
+    grids = [(getattr(one, part), getattr(other, part)) for part in ("linear", "embedding", "head")]
+    return (
+        any(_coarseness(ours) < _coarseness(theirs) for ours, theirs in grids)
+        or (one.smooth and not other.smooth)
+        or (one.rounding == "gptq" and other.rounding != "gptq")
+        or (_coarseness(other.linear) > 1 and not set(one.keep_int8) <= set(other.keep_int8))
+        or (other.head == "int4" and one.head_int8_rows > other.head_int8_rows)
+        or ("int4" in {theirs for _, theirs in grids} and one.group_size < other.group_size)
+    )
+
+
+def _coarseness(grid: str) -> int:
+    """From floats on; a grid that no preset has is the coarsest."""
+    known = ("none", "int8", "int4")
+    return known.index(grid) if grid in known else len(known)
+
+
+REDUCED_PROMISES: dict[str, Promise] = {
+    "float32": Promise(max_kl=0.0), "float16": Promise(max_kl=0.001), "int8": Promise(max_kl=0.1),
+    "int4": Promise(max_kl=0.5), "palettized4": Promise(max_kl=0.8),
+}  # fmt: skip
+"""Of the same kind as `PROMISES`, by what the other formats call their weights."""
+LEAST_STRICT = max((*PROMISES.values(), *REDUCED_PROMISES.values()), key=lambda promise: promise.max_kl)
+"""Of a grid that has no promise of its own."""
+
+
 class FormatOptions(Spec):
     """The section of a format in the config, recorded in the manifest with the program."""
+
+    @property
+    def promise(self) -> Promise:
+        """The ceiling of the weights as they are stored, over float32 caches, where the config states none."""
+        raise NotImplementedError
+
+    @property
+    def stated_max_kl(self) -> float | None:
+        """The ceiling that the config states for weights and caches together."""
+        raise NotImplementedError
+
+    def ceiling(self, cache_dtypes: Iterable[DType]) -> float:
+        """The most mean KL divergence from the float model, in nats, that a program over caches of these dtypes may
+        have: the stated one, or the promise of the weights and that of the coarsest cache."""
+        if self.stated_max_kl is not None:
+            return self.stated_max_kl
+        return self.promise.max_kl + max(CACHE_PROMISES[dtype].max_kl for dtype in cache_dtypes)
 
     def recipe(self, shapes: Mapping[str, tuple[int, ...]], tied: bool) -> Recipe:
         """How a program stores every parameter of a model.
@@ -93,10 +172,12 @@ _EIGHT_BITS_OR_MORE = ("float32", "float16", "int8")
 class ReducedWeights(FormatOptions):
     """`weights` is a grid of ``exporter.grids`` that the format carries. `keep_int8` has the meaning of
     `QuantizationSpec.keep_int8`, and embedding and head have names too: the matrices whose name contains one of its
-    parts are int8 where `weights` has fewer bits. Left out, it is `SENSITIVE` there."""
+    parts are int8 where `weights` has fewer bits. Left out, it is `SENSITIVE` there. `max_kl_divergence` is as there;
+    left out, it is that of `REDUCED_PROMISES`."""
 
     weights: str
     keep_int8: tuple[str, ...] = ()
+    max_kl_divergence: float | None = Field(default=None, gt=0)
 
     @model_validator(mode="before")
     @classmethod
@@ -111,6 +192,14 @@ class ReducedWeights(FormatOptions):
         if self.keep_int8 and not keep_int8_by_default(self.weights):
             raise ValueError(f"keep_int8 beside weights of fewer bits than int8, not {self.weights}")
         return self
+
+    @property
+    def promise(self) -> Promise:
+        return REDUCED_PROMISES.get(self.weights, LEAST_STRICT)
+
+    @property
+    def stated_max_kl(self) -> float | None:
+        return self.max_kl_divergence
 
     def described(self, recipe: Recipe) -> str:
         return f"{self.weights}, int8 in {' '.join(self.keep_int8)}" if self.keep_int8 else self.weights

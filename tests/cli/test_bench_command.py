@@ -91,7 +91,8 @@ def test_the_likelihood_is_that_of_the_text_one_token_at_a_time(measured: dict, 
 def test_what_the_export_recorded_is_said_as_recorded(
     measured: dict, tiny_bundle: Path, int8_bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (own,) = read_bundle(tiny_bundle).manifest.verification  # a float program is held to its eager model alone
+    # A float program is held to its eager model alone.
+    (own,) = read_bundle(tiny_bundle).manifest.of("executorch").verification
     assert (measured["export_kl"], measured["export_positions"]) == (own.mean_kl_divergence, own.positions)
     assert run("bench", "--bundle", int8_bundle, "--no-nll", "--prefills", 20, "--contexts", 20) == 0
     (recorded,) = [c for c in read_bundle(int8_bundle).manifest.verification if c.reference == "float eager"]

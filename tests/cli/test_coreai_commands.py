@@ -38,7 +38,9 @@ def test_the_bundle_is_checked_verified_and_laid_out_for_apple(bundle: Path) -> 
     manifest = read_bundle(bundle).manifest
     assert [program.format for program in manifest.programs] == ["coreai"]
     assert {check.format for check in manifest.graph_checks} == {"coreai"}
-    (comparison,) = manifest.verification
+    assert all(check.passed for check in manifest.graph_checks)
+    of_the_model, comparison = manifest.verification
+    assert (of_the_model.reference, of_the_model.format) == ("transformers", None)
     assert comparison.format == "coreai" and comparison.max_abs_difference < 1e-4
     assert comparison.max_state_difference is not None and comparison.max_state_difference < 1e-4
     assert {"model.aimodel/main.mlirb", "metadata.json", "tokenizer/tokenizer.json"} <= set(manifest.files)

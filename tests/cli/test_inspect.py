@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,6 @@ from toy import VOCAB
 
 from exporter.backends import traits
 from exporter.backends.executorch.file import read_pte
-from exporter.graph.contract import MIN_DELEGATED_SHARE
 from exporter.spec.checks import TRACED_CHECKS
 
 RING = {"kind": "ring", "rows": WINDOW, "row_shape": [2, 16]}
@@ -180,19 +178,3 @@ def test_an_unknown_format_is_refused(
 ) -> None:
     assert run(monkeypatch, "inspect", tiny_bundle, "--format", "xml") == 2
     assert "xml" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["tiny_bundle", "llama_bundle"])
-def test_the_floor_is_just_below_what_is_delegated(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], request: pytest.FixtureRequest, name: str
-) -> None:
-    """Every export meets the floor; a lowering that delegates half as much does not."""
-    printed = inspected(monkeypatch, capfd, 0, request.getfixturevalue(name))
-    shares = {}
-    for check in printed["checks"]:
-        if check["name"] == "delegated_share":
-            inside, outside = (int(n) for n in re.findall(r"(\d+) (?:operators|kernels)", check["evidence"]))
-            shares[check["program"]] = inside / (inside + outside)
-    assert set(shares) == set(MIN_DELEGATED_SHARE)
-    for method, floor in MIN_DELEGATED_SHARE.items():
-        assert shares[method] / 2 < floor < shares[method]

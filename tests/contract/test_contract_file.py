@@ -11,9 +11,7 @@ from programs_for_checks import CONTRACTS
 from tiny_models import CONV, GLOBAL, SLIDING, decoder_of, model
 
 from exporter.backends import traits
-from exporter.backends.executorch.build import graph_contracts
 from exporter.errors import ConfigError
-from exporter.graph.contract import MIN_DELEGATED_SHARE
 from exporter.graph.contract_file import ContractFile, ProgramForm, load_contract
 from exporter.programs import Limits, interface, method_spec
 from exporter.spec import PROGRAMS, CachePolicy, CheckResult, state_specs
@@ -95,15 +93,12 @@ def test_layers_are_the_states_the_exporter_makes(tmp_path: Path) -> None:
 def test_floors_and_ceilings_reach_their_method(tmp_path: Path) -> None:
     contracts = list(CONTRACTS.values())
     plain = ContractFile().bind(contracts)
-    assert {c.method: c.min_delegated_share for c in plain} == MIN_DELEGATED_SHARE
-    assert all(c.max_planned_bytes is None for c in plain)
+    assert all(c.min_delegated_share is None and c.max_planned_bytes is None for c in plain)
     limits = {"min_delegated_share": {"prefill": 0.9}, "max_planned_bytes": {"main": 7}, "max_file_bytes": 9}
     file = load(tmp_path, limits)
     by_method = {c.method: c for c in file.bind(contracts)}
     assert (by_method["prefill"].min_delegated_share, by_method["prefill"].max_planned_bytes) == (0.9, None)
-    assert (by_method["main"].min_delegated_share, by_method["main"].max_planned_bytes) == (
-        MIN_DELEGATED_SHARE["main"], 7
-    )  # fmt: skip
+    assert (by_method["main"].min_delegated_share, by_method["main"].max_planned_bytes) == (None, 7)
     assert (file.limits.max_file_bytes, file.limits.max_duplicate_share) == (9, 0.05)
 
 
@@ -133,10 +128,3 @@ def test_required_checks_are_kept_and_must_have_run(tmp_path: Path) -> None:
     assert file.required(exported, lowered) == (exported, lowered[:1])
     with pytest.raises(ConfigError, match="writes_land_on_their_rows, which did not run"):
         file.required([], lowered)
-
-
-def test_every_export_is_held_to_the_recorded_floor() -> None:
-    decoder = decoder_of(model(SLIDING, GLOBAL))
-    contracts = graph_contracts(decoder, Limits(max_context_length=64, max_prefill_chunk=8))
-    assert {c.method: c.min_delegated_share for c in contracts} == MIN_DELEGATED_SHARE
-    assert set(MIN_DELEGATED_SHARE) == set(PROGRAMS) and min(MIN_DELEGATED_SHARE.values()) > 0.4

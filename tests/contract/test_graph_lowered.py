@@ -15,7 +15,7 @@ from exporter.backends.executorch.file import Blob, PteFile, read_pte
 from exporter.backends.executorch.flow import flow_of_plan
 from exporter.backends.executorch.stored import stored_weights
 from exporter.errors import GraphContractError
-from exporter.graph import FileLimits, ProgramContract
+from exporter.graph import FileLimits, ProgramContract, refuse_failed
 from exporter.graph.provenance import Trace
 from exporter.spec import CheckResult
 
@@ -128,8 +128,19 @@ def test_a_share_below_the_floor_fails(good: bytes, registry: frozenset[str]) ->
         "delegated_share"
     ].passed
     results = check_lowered(good, changed("main", min_delegated_share=0.99), registry)
-    assert not by_name(results, "main")["delegated_share"].passed
+    assert by_name(results, "main")["delegated_share"].refused
     assert by_name(results, "prefill")["delegated_share"].passed
+    with pytest.raises(GraphContractError, match=r"main: delegated_share failed .* right and costs more than"):
+        refuse_failed(results)
+
+
+def test_a_share_below_what_is_expected_of_any_file_is_a_warning(registry: frozenset[str]) -> None:
+    """Nothing is delegated, and nothing is wrong."""
+    data = lower({"main": trace("main")}, delegate=False)
+    results = check_lowered(data, [CONTRACTS["main"]], registry)
+    found = by_name(results, "main")["delegated_share"]
+    assert not found.passed and found.severity == "warning" and "0%, the floor is 50%" in found.evidence
+    refuse_failed(results)
 
 
 def test_more_planned_memory_than_the_ceiling_fails(good: bytes, registry: frozenset[str]) -> None:

@@ -13,24 +13,28 @@ from executorch.exir import to_edge_transform_and_lower
 from executorch.runtime import Runtime
 
 import runtime_ref
-from exporter import pipeline, runs, verify
-from exporter.backends.executorch import build as pte_build
+from exporter import pipeline, verification
 from exporter.backends.executorch.file import read_pte
 from exporter.backends.executorch.share import share_equal_bytes
-from exporter.bundle import read_bundle
+from exporter.bundle import Bundle, read_bundle
 from exporter.cache.plain import PlainKernels
 from exporter.config import load_config
 from exporter.errors import RuntimeLimitError, VerificationError
+from exporter.model.decoder import Decoder
 from exporter.model.mlp import gelu_tanh
 from exporter.programs import trace
 from exporter.progress import Progress
-from exporter.spec import PROGRAMS
+from exporter.quantization.gptq import Gptq
+from exporter.spec import PROGRAMS, Comparison
+from exporter.verification import judge
 from runtime_ref.session import Session
 
 FLOAT_BUNDLES = ("tiny_bundle", "slack_bundle", "llama_bundle")
 QUANTIZED_BUNDLES = ("int8_bundle", "int4_bundle", "mixed_bundle")
 # Measured on these models: logits up to 30 differ by 2e-5 at most, states by 1e-5.
 LOGITS, STATES = 1e-4, 5e-5
+# Chunks of every length, longer than the window too, that straddle the ring's end, over 19 windows.
+PIECES = [1, 1, 2, 7, 8, 9, 20, CHUNK, 1, 1, 3, 17, 1, 5, 11, 1, 13, 2, 1, 16]
 
 
 def sessions(bundle: Path) -> tuple[Session, Session]:
@@ -38,21 +42,22 @@ def sessions(bundle: Path) -> tuple[Session, Session]:
     source = pipeline.open_source(load_config(bundle.with_suffix(".yaml")))
     manifest = read_bundle(bundle).manifest
     decoder = pipeline.program_decoder(source, "executorch", bundle, manifest.tokenizer, Progress.silent())
-    return runtime_ref.load(bundle), runs.eager_session(manifest, decoder.with_kernels(PlainKernels()))
+    return runtime_ref.load(bundle), verification.eager_session(manifest, decoder.with_kernels(PlainKernels()))
 
 
 def random_ids(count: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(256), k=count)
 
 
+CALLS = verification.Calls(random_ids(CONTEXT), PIECES)
+
+
 @pytest.mark.parametrize("name", FLOAT_BUNDLES)
 def test_every_call_and_every_row_of_state_is_eagers(request: pytest.FixtureRequest, name: str) -> None:
-    """Chunks of every length, longer than the window too, straddling the ring's end, over 19 windows."""
     session, eager = sessions(request.getfixturevalue(name))
-    pieces = [1, 1, 2, 7, 8, 9, 20, CHUNK, 1, 1, 3, 17, 1, 5, 11, 1, 13, 2, 1, 16]
-    assert sum(pieces) == CONTEXT == 20 * WINDOW  # the declared maximum runs
-    program, plain = (runs.run(one, runs.Calls(random_ids(CONTEXT), pieces)) for one in (session, eager))
-    (result,) = verify.compare_with_eager(program, plain, plain)
+    assert sum(PIECES) == CONTEXT == 20 * WINDOW  # the declared maximum runs
+    program, plain = (verification.run(one, CALLS) for one in (session, eager))
+    (result,) = verification.compare_with_eager(program, plain, plain)
     assert result.max_abs_difference < LOGITS
     assert result.max_state_difference is not None and result.max_state_difference < STATES
     assert result.argmax_agreement == 1.0
@@ -110,6 +115,17 @@ def test_quantised_programs_equal_eager_until_a_rounding_differs(request: pytest
         session.reset()
         eager.reset()
         torch.testing.assert_close(session.decode(token), eager.decode(token), atol=LOGITS, rtol=0)
+
+
+@pytest.mark.parametrize("name", QUANTIZED_BUNDLES)
+def test_quantised_programs_lose_no_more_than_quantised_eager(request: pytest.FixtureRequest, name: str) -> None:
+    bundle = request.getfixturevalue(name)
+    recorded = {c.reference: c for c in read_bundle(bundle).manifest.verification}
+    assert set(recorded) == {verification.TRANSFORMERS, verification.EAGER, verification.FLOAT, verification.BASELINE}
+    baseline, floats = (recorded[one].mean_kl_divergence for one in (verification.BASELINE, verification.FLOAT))
+    assert 0 < baseline < 0.05 and floats < 1.1 * baseline  # measured: 0.0355, and equal to two digits
+    state = recorded[verification.EAGER].max_state_error
+    assert state is not None and state < 1e-4
 
 
 @pytest.mark.parametrize("name", (*FLOAT_BUNDLES, *QUANTIZED_BUNDLES))
@@ -211,6 +227,70 @@ def test_a_program_with_other_weights_is_refused(
     with pytest.raises(VerificationError, match="eager"):
         pipeline.export(load_config(tiny_bundle.with_suffix(".yaml")), tmp_path / "out", Progress.silent())
     assert not list(tmp_path.iterdir())
+
+
+def test_a_broken_quantiser_is_refused_though_the_program_is_its_eager_model(
+    int8_bundle: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Scales half as large again: a bound that follows from the eager model's own divergence would be met."""
+    rounded, compare, seen = Gptq.int8, verification.compare_with_eager, []
+
+    def scaled(self: Gptq, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        codes, scales = rounded(self, weight)
+        return codes, 1.5 * scales
+
+    def spy(*runs: verification.Run) -> list[Comparison]:
+        seen.extend(compare(*runs))
+        return seen
+
+    monkeypatch.setattr(Gptq, "int8", scaled)
+    monkeypatch.setattr(verification, "compare_with_eager", spy)
+    with pytest.raises(VerificationError, match=r"against float eager: got mean KL divergence"):
+        pipeline.export(load_config(int8_bundle.with_suffix(".yaml")), tmp_path / "out", Progress.silent())
+    assert not list(tmp_path.iterdir())
+    named = {comparison.reference: comparison for comparison in seen}
+    judge([named[verification.EAGER]], read_bundle(int8_bundle).manifest)
+    baseline, floats = (named[one].mean_kl_divergence for one in (verification.BASELINE, verification.FLOAT))
+    assert floats <= 2 * baseline + 0.02
+
+
+@pytest.fixture(scope="module")
+def int8_eager(int8_bundle: Path) -> tuple[Decoder, verification.Run]:
+    """The decoder of that bundle, and what it makes of CALLS."""
+    source = pipeline.open_source(load_config(int8_bundle.with_suffix(".yaml")))
+    manifest = read_bundle(int8_bundle).manifest
+    decoder = pipeline.program_decoder(source, "executorch", int8_bundle, manifest.tokenizer, Progress.silent())
+    plain = decoder.with_kernels(PlainKernels())
+    return decoder, verification.run(verification.eager_session(manifest, plain), CALLS)
+
+
+@pytest.mark.parametrize("fault", [None, "layers.1.mixer.v_proj", "layers.1.feed_forward.gate_proj", "swapped"])
+def test_a_file_with_other_bytes_in_one_layer_is_refused(
+    int8_bundle: Path, int8_eager: tuple[Decoder, verification.Run], tmp_path: Path, fault: str | None
+) -> None:
+    """Scales of one linear twice as large, or the integers of two layers in each other's place."""
+    decoder, eager = int8_eager
+    data, manifest = (int8_bundle / "model.pte").read_bytes(), read_bundle(int8_bundle).manifest
+
+    def replaced(data: bytes, old: torch.Tensor, new: torch.Tensor) -> bytes:
+        assert data.count(old.numpy().tobytes()) == 1
+        return data.replace(old.numpy().tobytes(), new.numpy().tobytes())
+
+    if fault == "swapped":
+        first, other = (decoder.get_submodule(f"layers.{n}.feed_forward.gate_proj").weight for n in (0, 1))
+        data = replaced(replaced(replaced(data, first, -first), other, first), -first, other)
+    elif fault is not None:
+        scales = decoder.get_submodule(fault).scales
+        data = replaced(data, scales, 2 * scales)
+    (tmp_path / "model.pte").write_bytes(data)
+    session = verification.open_session(Bundle(tmp_path, manifest))
+    comparisons = verification.compare_with_eager(verification.run(session, CALLS), eager, eager)
+    print(fault, comparisons)
+    if fault is None:
+        judge(comparisons, manifest)
+        return
+    with pytest.raises(VerificationError, match=r"against eager: got .*error of a row of state"):
+        judge(comparisons, manifest)
 
 
 def test_gelus_tanh_form_is_lowered_as_itself() -> None:

@@ -15,8 +15,8 @@ from exporter.errors import CheckpointError
 from exporter.model.decoder import Decoder
 from exporter.quantization import QuantizedLinear, calibration, gptq
 from exporter.quantization.modules import floats_held
-from exporter.runs import Calls, eager_session, run, run_by_layers
 from exporter.spec import PRESETS, CachePolicy, Manifest, QuantizationSpec, state_specs
+from exporter.verification import Calls, eager_session, run, run_by_layers
 
 CONTEXT = 192
 IDS = torch.tensor([token_ids(100, seed=3)])

@@ -73,6 +73,7 @@ def build(
         weights=options.described(recipe),
         recipe=recipe,
         layout=TRAITS.layout,
+        max_kl_divergence=options.ceiling(state.dtype for state in decoder.states),
         states=decoder.states,
         methods={method: own.interface for method, own in contracts.items()},
         runtime=f"coreai-core-{version('coreai-core')}-interpreter",

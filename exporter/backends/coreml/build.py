@@ -72,6 +72,7 @@ def build(
         weights=options.described(recipe),
         recipe=recipe,
         layout=TRAITS.layout,
+        max_kl_divergence=options.ceiling(state.dtype for state in decoder.states),
         states=decoder.states,
         methods=interfaces,
         runtime=RUNTIME,

@@ -14,6 +14,7 @@ TRAITS = FormatTraits(
     state_dtype="float16",
     cache_dtypes=("float32", "float16"),
     decoder_is_rounded=False,
+    half_arithmetic=True,
     checks=(
         *(name for name in FLOW_CHECKS if name not in {"no_scalar_read_from_data", "no_tensor_remainder"}),
         *FILE_CHECKS, "states_as_declared", "exact_index_arithmetic",

@@ -18,7 +18,13 @@ from exporter.backends.executorch.flow import flow_of_plan
 from exporter.backends.executorch.stored import stored_weights
 from exporter.errors import GraphContractError
 from exporter.graph.checks_flow import check_flow
-from exporter.graph.contract import DEFAULT_LIMITS, FileLimits, ProgramContract, summary
+from exporter.graph.contract import (
+    DEFAULT_LIMITS,
+    EXPECTED_DELEGATED_SHARE,
+    FileLimits,
+    ProgramContract,
+    summary,
+)
 from exporter.graph.contract_file import ContractFile
 from exporter.graph.flow import Flow
 from exporter.graph.index_proof import Lengths, sample_lengths
@@ -240,7 +246,7 @@ def operators_in_registry(plan: Plan, contract: ProgramContract, allowed_operato
 
 
 def delegated_share(plan: Plan, contract: ProgramContract) -> CheckResult:
-    """The share of operators that run inside delegates, against the contract's floor."""
+    """The share of operators that run inside delegates, against the contract's floor, or what is expected of any."""
     outside, calls = len(plan.kernel_calls), plan.delegate_calls
     nodes = [plan.delegates[call.delegate_index].nodes for call in calls]
     known = [n for n in nodes if n is not None]
@@ -251,9 +257,10 @@ def delegated_share(plan: Plan, contract: ProgramContract) -> CheckResult:
         inside, what = sum(1 if n is None else n for n in nodes), "operators, at least, in"
     share = inside / (inside + outside) if inside + outside else 0.0
     evidence = f"{inside} {what} {len(calls)} delegate calls, {outside} kernels outside: {share:.0%}"
-    floor = contract.min_delegated_share
-    problems = [f"{evidence}, the floor is {floor:.0%}"] if floor is not None and share < floor else []
-    return contract.result("delegated_share", problems, evidence)
+    demanded = contract.min_delegated_share
+    floor = EXPECTED_DELEGATED_SHARE if demanded is None else demanded
+    problems = [f"{evidence}, the floor is {floor:.0%}"] if share < floor else []
+    return contract.result("delegated_share", problems, evidence, demanded is not None)
 
 
 def planned_bytes(plan: Plan, contract: ProgramContract) -> CheckResult:

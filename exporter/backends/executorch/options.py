@@ -9,7 +9,7 @@ from pydantic import field_validator
 
 from exporter.grids import names
 from exporter.recipe import decoder_recipe
-from exporter.spec import HEAD, PRESETS, FormatOptions, QuantizationSpec, Recipe
+from exporter.spec import HEAD, PRESETS, FormatOptions, Promise, QuantizationSpec, Recipe, promise_of
 
 if TYPE_CHECKING:
     from exporter.grids.base import Grid
@@ -45,6 +45,14 @@ class ExecutorchOptions(FormatOptions):
             if getattr(value, key) not in words:
                 raise ValueError(f"{key} one of {', '.join(words)}")
         return value
+
+    @property
+    def promise(self) -> Promise:
+        return promise_of(self.quantization)
+
+    @property
+    def stated_max_kl(self) -> float | None:
+        return self.quantization.max_kl_divergence
 
     def recipe(self, shapes: Mapping[str, tuple[int, ...]], tied: bool) -> Recipe:
         return decoder_recipe(

@@ -1,6 +1,6 @@
 """Models at work on the calls that verification makes: a session's program, or an eager model layer by layer.
 
-Letters: V vocab_size. What the runs said is compared in `exporter.verify`.
+Letters: V vocab_size. What the runs said is compared in `compare`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from typing import NamedTuple
 
 import torch
 
+from exporter.bundle import Bundle
+from exporter.english import english_ids
 from exporter.model.decoder import Decoder, ReadParameter, all_read
 from exporter.programs import run_kind
 from exporter.quantization.modules import floats_held
 from exporter.spec import PROGRAMS, Manifest, ProgramKind, program_for
-from runtime_ref.programs import EagerProgram
+from runtime_ref.programs import EagerProgram, load_program
 from runtime_ref.session import Session
 from runtime_ref.state import State
 
@@ -32,8 +34,18 @@ class Calls(NamedTuple):
         ends = list(accumulate(self.pieces))
         return zip([0, *ends], ends, strict=False)
 
+    def within(self, tokens: int) -> Calls:
+        """The first of them, as many as go through no more than `tokens`; at least one."""
+        pieces = self.pieces[: max(1, sum(end <= tokens for end in accumulate(self.pieces)))]
+        return Calls(self.ids[: sum(pieces)], pieces)
+
     def described(self) -> str:
         return f"{len(self.pieces)} calls over {sum(self.pieces)} tokens"
+
+
+def open_session(bundle: Bundle) -> Session:
+    """A session over the program of a bundle that has one."""
+    return Session(bundle.manifest, load_program(bundle))
 
 
 def eager_session(manifest: Manifest, decoder: Decoder) -> Session:
@@ -45,9 +57,19 @@ def eager_session(manifest: Manifest, decoder: Decoder) -> Session:
     return Session(manifest, EagerProgram({name: method(kind) for name, kind in PROGRAMS.items()}))
 
 
-def schedule(manifest: Manifest) -> list[int]:
-    """Chunk lengths that touch every case: a first token through main, small and full chunks, a wrap, decode."""
-    chunk, room = manifest.max_prefill_chunk, manifest.max_context_length
+def english_calls(bundle: Bundle, count: int | None = None) -> Calls:
+    """English text, as the tokenizer in the bundle has it, and the calls of the short form, or of the long one that
+    goes through `count` tokens. Where there is less text or context there are fewer."""
+    manifest = bundle.manifest
+    most = manifest.max_context_length if count is None else count
+    ids = english_ids(bundle.path / "tokenizer" / "tokenizer.json", manifest.tokenizer, most)
+    pieces = short_schedule(manifest.max_prefill_chunk, len(ids))
+    return Calls(ids, pieces if count is None else long_schedule(pieces, manifest.max_prefill_chunk, len(ids)))
+
+
+def short_schedule(chunk: int, room: int) -> list[int]:
+    """Lengths of calls, of `chunk` at most and `room` in all, that touch every case: a first token through main, small
+    and full chunks, a wrap, decode."""
     pieces = []
     for piece in (1, 1, 2, 7, chunk, max(2, chunk // 4), *[1] * 8):
         size = min(piece, chunk, room)
@@ -57,11 +79,9 @@ def schedule(manifest: Manifest) -> list[int]:
     return pieces
 
 
-def long_schedule(manifest: Manifest, count: int) -> list[int]:
-    """`schedule`, then chunks of 61 (no divisor of any window) up to `count` tokens."""
-    pieces = schedule(manifest)
-    step = min(61, manifest.max_prefill_chunk)
-    left = count - sum(pieces)
+def long_schedule(pieces: list[int], chunk: int, count: int) -> list[int]:
+    """`pieces`, then chunks of 61 (no divisor of any window) up to `count` tokens."""
+    step, left = min(61, chunk), count - sum(pieces)
     return pieces + [step] * (left // step) + ([left % step] if left % step else [])
 
 
