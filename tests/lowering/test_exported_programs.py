@@ -14,6 +14,7 @@ from executorch.runtime import Runtime
 
 import runtime_ref
 from exporter import pipeline, verification
+from exporter.backends.executorch import build as pte_build
 from exporter.backends.executorch.file import read_pte
 from exporter.backends.executorch.share import share_equal_bytes
 from exporter.bundle import Bundle, read_bundle

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from recipes import recipe_of
 from toy import toy_manifest
 
+from exporter.backends import traits
 from exporter.errors import VerificationError
 from exporter.spec import (
     CACHE_PROMISES,
@@ -14,7 +16,7 @@ from exporter.spec import (
     PROMISES,
     REDUCED_PROMISES,
     Comparison,
-    Format,
+    FormatOptions,
     Manifest,
     QuantizationSpec,
     promise_of,
@@ -25,15 +27,22 @@ from exporter.verification.judge import BOUNDS, MODEL_MAX, Rounding, rounding_of
 TEXTS = f"{TRANSFORMERS}, chunks of 1"
 
 
-def of(format: Format = "executorch", weights: str = "float32", dtype: str = "float32", **changes: Any) -> Manifest:
-    """A manifest whose program has those weights and states."""
-    manifest = toy_manifest().model_copy(update=changes)
+def of(format: str = "executorch", dtype: str = "float32", **section: Any) -> Manifest:
+    """A manifest whose program has states of that dtype, and weights as that section of the config says."""
+    manifest = toy_manifest()
+    options: FormatOptions = traits(format).options.model_validate(section)
     states = tuple(state.model_copy(update={"dtype": dtype}) for state in manifest.states)
-    program = manifest.program.model_copy(update={"format": format, "weights": weights, "states": states})
+    program = manifest.program.model_copy(
+        update={
+            "format": format, "options": options.model_dump(mode="json"), "states": states,
+            "recipe": recipe_of(manifest.model, options),
+            "max_kl_divergence": options.ceiling(state.dtype for state in states),
+        }
+    )  # fmt: skip
     return manifest.model_copy(update={"programs": (program,)})
 
 
-def seen(reference: str, format: Format | None = "executorch", **values: Any) -> Comparison:
+def seen(reference: str, format: str | None = "executorch", **values: Any) -> Comparison:
     fields = {"largest_logit": 10.0, "max_abs_difference": 0.0, "mean_abs_difference": 0.0, "mean_kl_divergence": 0.0,
               "argmax_agreement": 1.0}  # fmt: skip
     return Comparison.model_validate({"format": format, "reference": reference, "positions": 9, **fields, **values})
@@ -46,18 +55,18 @@ def refused(comparison: Comparison, manifest: Manifest, *said: str) -> None:
         assert part in str(caught.value)
 
 
-QUANTIZED = of(quantization=PRESETS["accurate"])
+QUANTIZED = of(quantization="accurate")
 MANIFESTS: dict[str, tuple[Manifest, Rounding]] = {
     "float": (of(), "nothing"),
     "half caches": (of(dtype="float16"), "float16"),
     "int8 caches": (of(dtype="int8"), "int8 rows"),
     "quantised": (QUANTIZED, "activations"),
-    "quantised over int8 caches": (of(dtype="int8", quantization=PRESETS["small"]), "activations"),
+    "quantised over int8 caches": (of(dtype="int8", quantization="accurate"), "activations"),
     "a quantised embedding": (of(quantization=QuantizationSpec(embedding="int8")), "nothing"),
-    "core ml": (of("coreml", "float16", "float16"), "float16"),
-    "core ml's weights": (of("coreml", "int4", "float16", quantization=PRESETS["small"]), "float16"),
-    "core ai": (of("coreai", "int8"), "nothing"),
-    "core ai's halves": (of("coreai", "float16"), "float16"),
+    "core ml": (of("coreml", "float16"), "float16"),
+    "core ml's weights": (of("coreml", "float16", weights="int8"), "float16"),
+    "core ai": (of("coreai", weights="int8"), "nothing"),
+    "core ai's halves": (of("coreai", weights="float16"), "float16"),
 }
 
 
@@ -85,9 +94,14 @@ def test_a_program_is_held_to_its_own_eager_model(name: str) -> None:
 def test_what_rounds_is_held_to_a_ceiling_that_it_does_not_set(name: str, reference: str) -> None:
     manifest = MANIFESTS[name][0]
     far = {"max_abs_difference": 9.0, "mean_abs_difference": 1.0, "argmax_agreement": 0.1}
-    judge([seen(reference, manifest.program.format, mean_kl_divergence=manifest.max_kl, **far)], manifest)
-    above = seen(reference, manifest.program.format, mean_kl_divergence=1.01 * manifest.max_kl, **far)
-    refused(above, manifest, f"mean KL divergence <= {manifest.max_kl:.3g}")
+    judge(
+        [seen(reference, manifest.program.format, mean_kl_divergence=manifest.program.max_kl_divergence, **far)],
+        manifest,
+    )
+    above = seen(
+        reference, manifest.program.format, mean_kl_divergence=1.01 * manifest.program.max_kl_divergence, **far
+    )
+    refused(above, manifest, f"mean KL divergence <= {manifest.program.max_kl_divergence:.3g}")
 
 
 @pytest.mark.parametrize("reference", [EAGER, RECORDED, TEXTS])
@@ -98,22 +112,25 @@ def test_a_program_of_floats_is_held_to_the_logits_themselves(reference: str) ->
 
 
 def test_the_float_model_is_held_to_transformers_whatever_the_programs_round() -> None:
-    for manifest in (of(), QUANTIZED, of("coreml", "int4", "float16")):
+    for manifest in (of(), QUANTIZED, of("coreml", "float16", weights="int8")):
         judge([seen(TRANSFORMERS, None, max_abs_difference=10 * MODEL_MAX)], manifest)
         refused(seen(TRANSFORMERS, None, max_abs_difference=10.1 * MODEL_MAX), manifest, "/ largest logit")
 
 
+def ceiling(format: str, dtype: str, **section: Any) -> float:
+    options: FormatOptions = traits(format).options.model_validate(section)
+    return options.ceiling(["float32", dtype])  # type: ignore[list-item]
+
+
 def test_ceilings_are_those_of_the_weights_and_the_coarsest_cache() -> None:
-    assert of().max_kl == 0 and not of().is_quantized
-    for name, preset in PRESETS.items():
+    assert of().program.max_kl_divergence == 0 and not of().is_quantized
+    for name in PRESETS:
         for dtype, cache in CACHE_PROMISES.items():
-            assert of(dtype=dtype, quantization=preset).max_kl == PROMISES[name].max_kl + cache.max_kl
+            assert ceiling("executorch", dtype, quantization=name) == PROMISES[name].max_kl + cache.max_kl
     for weights, promise in REDUCED_PROMISES.items():
-        assert of("coreml", weights, "float16").max_kl == promise.max_kl + CACHE_PROMISES["float16"].max_kl
-    stated = of("coreml", "int4", "float16")
-    program = stated.program.model_copy(update={"max_kl_divergence": 0.07})
-    assert stated.model_copy(update={"programs": (program,)}).max_kl == 0.07
-    assert of(dtype="int8", quantization=QuantizationSpec(linear="int8", max_kl_divergence=0.03)).max_kl == 0.03
+        assert ceiling("coreml", "float16", weights=weights) == promise.max_kl + CACHE_PROMISES["float16"].max_kl
+    assert ceiling("coreml", "float16", weights="int4", max_kl_divergence=0.07) == 0.07
+    assert ceiling("executorch", "int8", quantization={"linear": "int8", "max_kl_divergence": 0.03}) == 0.03
 
 
 ACCURATE, SMALL = PRESETS["accurate"], PRESETS["small"]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exporter.backends import formats, traits
+from exporter.backends import Effort, formats, traits
 from exporter.verification import Calls
 from exporter.verification.runs import long_schedule, short_schedule
 
