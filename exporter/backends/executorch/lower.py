@@ -29,6 +29,7 @@ from exporter.programs import Method
 from exporter.tricks.deferred_code import deferred_code
 from exporter.tricks.dependency_bits import dependency_bits
 from exporter.tricks.merged_edge_passes import merged_edge_passes
+from exporter.tricks.needed_dim_order_pass import needed_dim_order_pass
 from exporter.tricks.needed_passes import needed_passes
 from exporter.tricks.one_decomposition import one_decomposition
 from exporter.tricks.shared_copies import shared_copies
@@ -131,6 +132,7 @@ def _is_dead_buffer(node: Node) -> bool:
 TRICKS = (
     needed_passes,
     merged_edge_passes,
+    needed_dim_order_pass,
     one_decomposition,
     deferred_code,
     sorted_in_place,
