@@ -8,7 +8,7 @@ MODEL ?= gemma3_270m
 BUNDLES ?= gemma3_270m=bundles/gemma3_270m gemma3_270m=bundles/gemma3_270m_balanced smollm2_135m=bundles/smollm2_135m
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint real apple peers bench-peers scaling clean
+.PHONY: demo test lint real apple peers bench-peers scaling results clean
 
 # The environment is rebuilt when a pin changes.
 $(VENV)/.installed: pyproject.toml requirements/constraints.txt requirements/models.txt
@@ -19,7 +19,7 @@ $(VENV)/.installed: pyproject.toml requirements/constraints.txt requirements/mod
 
 # What the export took goes to a file beside the bundle, for bench-peers.
 bundles/%/manifest.json: configs/%.yaml $(VENV)/.installed
-	$(BIN)/python scripts/peers/cost.py bundles/$*.cost.json $(BIN)/python -m exporter export --model $< --out bundles/$*
+	$(BIN)/python bench/peers/cost.py bundles/$*.cost.json $(BIN)/python -m exporter export --model $< --out bundles/$*
 
 # Export the model and let the exported program continue a prompt.
 demo: bundles/$(MODEL)/manifest.json
@@ -27,33 +27,43 @@ demo: bundles/$(MODEL)/manifest.json
 
 # Everything CI runs: style, types, and the tests on tiny random models.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy exporter runtime_ref
 
-# The tables of docs/real-models.md: both real models, float and quantised. About an hour.
+# The benches below write JSON into docs/results and the page docs/results.md from all of it.
+
+# Both real models, float and quantised. About an hour.
 real: $(VENV)/.installed
 	$(BIN)/python -m pytest -m slow -s
-	$(BIN)/python scripts/real_models.py
+	$(BIN)/python bench/real_models.py
+	$(BIN)/python bench/results.py
 
-# The tables of docs/apple-models.md: Gemma 3 270M in Apple's formats, run here. About two hours.
+# Gemma 3 270M in Apple's formats, run here. About two hours.
 apple: $(VENV)/.installed
-	$(BIN)/python scripts/apple_models.py
+	$(BIN)/python bench/apple_models.py
+	$(BIN)/python bench/results.py
 
-# Every peer of docs/peers.md in an environment of its own under .peers, and its converted models. About an hour, once.
+# Every peer of bench-peers in an environment of its own under .peers, and its converted models. About an hour, once.
 peers: $(VENV)/.installed
-	$(BIN)/python scripts/peers/install.py
+	$(BIN)/python bench/peers/install.py
 
-# The tables of docs/peers.md: our bundles and the peers by turns. About 45 minutes on a machine that does nothing else.
+# Our bundles and the peers by turns. About 45 minutes on a machine that does nothing else.
 bench-peers: $(foreach bundle,$(BUNDLES),$(lastword $(subst =, ,$(bundle)))/manifest.json) $(VENV)/.installed
-	$(BIN)/python scripts/bench_peers.py $(addprefix --bundle ,$(BUNDLES))
+	$(BIN)/python bench/bench_peers.py $(addprefix --bundle ,$(BUNDLES))
+	$(BIN)/python bench/results.py
 
-# The table of docs/export-scaling.md: what exports of random models of several sizes cost. About 20 minutes.
+# What exports of random models of several sizes cost. About 20 minutes.
 scaling: $(VENV)/.installed
-	$(BIN)/python scripts/export_scaling.py
+	$(BIN)/python bench/export_scaling.py
+	$(BIN)/python bench/results.py
+
+# The page from the JSON alone; nothing is measured.
+results: $(VENV)/.installed
+	$(BIN)/python bench/results.py
 
 clean:
 	rm -rf $(VENV) bundles

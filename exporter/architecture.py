@@ -14,13 +14,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator, model_validator
 
 from exporter.config import load_config, read_yaml_model, resolve
-from exporter.plan import CONTEXTS, LayerState, model_states
+from exporter.lengths import CONTEXTS
+from exporter.plan import LayerState, model_states
 from exporter.quiet import native_stderr_hidden
-from exporter.spec import DTYPE_BYTES, Spec
-from exporter.spec.states import dtypes_in_words
+from exporter.spec import DTYPE_BYTES, KINDS, CacheKind, Spec, dtypes_in_words, kind_labelled, one_of
 
 _SEE = "configs/architectures/"
-# Far beyond any model: what is larger is a slip of the keyboard, and sums stay within what a float can show.
+# Far beyond any model: a larger number is a typing error, and sums stay exact in a float.
 _LARGEST = 2**40
 Size = Annotated[StrictInt, Field(ge=1, le=_LARGEST)]
 Count = Annotated[StrictInt, Field(ge=1, le=10_000)]
@@ -44,18 +44,24 @@ class LayerRun(Spec):
     `short_conv` beside their cache; a conv layer has that alone.
     """
 
-    kind: Literal["sliding", "global", "conv"]
+    kind: str
     count: Count = 1
     window: Size | None = None
     num_key_value_heads: Size | None = None
     head_dim: Size | None = None
     short_conv: ShortConvState | None = None
 
+    @field_validator("kind")
+    @classmethod
+    def _kind_exists(cls, value: str) -> str:
+        return one_of(value, [kind.label for kind in KINDS.values() if kind.layer_keys is not None])
+
     @model_validator(mode="after")
     def _keys_of_the_kind(self) -> LayerRun:
-        cache = {"num_key_value_heads", "head_dim"}
-        needed = {"sliding": cache | {"window"}, "global": cache, "conv": {"short_conv"}}[self.kind]
-        given = {key for key in (*cache, "window", "short_conv") if getattr(self, key) is not None}
+        needed = kind_labelled(self.kind).layer_keys
+        assert needed is not None
+        others = type(self).model_fields.keys() - {"kind", "count"}
+        given = {key for key in others if getattr(self, key) is not None}
         if missing := sorted(needed - given):
             raise ValueError(f"a {self.kind} layer needs {', '.join(missing)}")
         if foreign := sorted(given - needed - {"short_conv"}):
@@ -64,33 +70,27 @@ class LayerRun(Spec):
 
     def states(self, layer: int, cache: ArchitectureCache) -> list[LayerState]:
         """The state of one of these layers."""
-        states = []
-        if self.kind != "conv":
-            assert self.num_key_value_heads is not None and self.head_dim is not None
-            row_bytes = 2 * self.num_key_value_heads * cache.vector_bytes(self.kind, self.head_dim)
-            slack = cache.ring_slack if self.kind == "sliding" else 0
-            states.append(LayerState(layer, self.kind, row_bytes, self.window, slack))
-        if self.short_conv is not None:
-            rows = self.short_conv.kernel_size - 1
-            states.append(LayerState(layer, "conv", self.short_conv.channels * cache.conv_bytes, rows))
+        states, said = [], self.model_dump()
+        for kind in KINDS.values():
+            if (form := kind.form_of(said)) is not None:
+                row_bytes = kind.row_bytes(form.row_shape, cache.dtype_of(kind), CACHE_BYTES)
+                states.append(LayerState(layer, kind.label, row_bytes, form.rows, kind.slack(cache)))
         return states
 
 
 class ArchitectureCache(Spec):
-    """How the state is kept. An int8 cache has a float32 scale for each row and KV head, and float32 convolutions."""
+    """How the state is kept. An int8 cache has a float32 scale for each row and KV head; what is no row of a token is
+    float32 beside it."""
 
     dtype: ArchitectureDType = "float32"
     global_dtype: ArchitectureDType | None = None
     ring_slack: Annotated[StrictInt, Field(ge=0, le=_LARGEST)] = 0
 
-    def vector_bytes(self, kind: Literal["sliding", "global"], head_dim: int) -> int:
-        """Of one key or value."""
-        dtype = (self.global_dtype or self.dtype) if kind == "global" else self.dtype
-        return head_dim * CACHE_BYTES[dtype] + (CACHE_BYTES["float32"] if dtype == "int8" else 0)
-
-    @property
-    def conv_bytes(self) -> int:
-        return CACHE_BYTES["float32" if self.dtype == "int8" else self.dtype]
+    def dtype_of(self, kind: CacheKind) -> str:
+        """Of the rows of one kind."""
+        if kind.positional:
+            return kind.dtype(self)
+        return "float32" if self.dtype == "int8" else self.dtype
 
 
 class Architecture(Spec):
@@ -147,7 +147,7 @@ class Planned:
 
 
 class _EitherFile(BaseModel):
-    """Tells the two kinds of file apart by the key that only one of them has."""
+    """Tells the two kinds of file apart by a key that only one of them has."""
 
     model_config = ConfigDict(extra="allow")
     checkpoint: Any = None

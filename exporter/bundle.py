@@ -1,6 +1,7 @@
 """Write and read a bundle: a directory with `manifest.json`, the program files and the tokenizer.
 
-A bundle is written beside its target and renamed into place, so a directory at the target is always a whole bundle.
+A bundle is written beside its target and renamed into place (`staging`), so a directory at the target is always a whole
+bundle.
 Every file's size and SHA-256 stand in the manifest and are checked on reading. Imports no torch.
 """
 
@@ -10,10 +11,8 @@ import errno
 import hashlib
 import json
 import os
-import secrets
-import shutil
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -21,9 +20,11 @@ from pydantic import ValidationError
 
 from exporter.errors import BundleError
 from exporter.spec import MANIFEST_VERSION, FileEntry, Manifest
+from exporter.staging import Staging, staged
 
 MANIFEST_NAME = "manifest.json"
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_NO_ROOM = (*_DISK_FULL, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,12 @@ class Bundle:
 class BundleWriter:
     """What `write_bundle` yields: put files under `path`, then call `finish` once."""
 
-    def __init__(self, path: Path, target: Path) -> None:
-        self.path = path
-        self._target = target
+    def __init__(self, staging: Staging) -> None:
+        self.path = staging.path
+        self._staging = staging
 
     def finish(self, manifest: Manifest) -> Bundle:
-        """Record every staged file in the manifest, write it, and rename the staging directory to the target.
+        """Record every staged file in the manifest, write it, and rename the staged directory to the target.
 
         Args:
             manifest: complete but for `files`, which is computed here.
@@ -53,11 +54,11 @@ class BundleWriter:
         missing = [program.file for program in manifest.programs if not _listed(program.file, manifest.files)]
         assert not missing, f"the manifest names programs that were not staged: {missing}"
         text = manifest.model_dump_json(indent=2)
-        # JSON has no NaN or infinity: a manifest that does not read back as it was must not be published.
+        # JSON has no NaN or infinity: a manifest that does not read back unchanged must not be published.
         assert Manifest.model_validate_json(text) == manifest, "the manifest does not survive JSON"
         (self.path / MANIFEST_NAME).write_text(text + "\n", encoding="utf-8")
-        _publish(self.path, self._target)
-        return Bundle(self._target, manifest)
+        self._staging.publish()
+        return Bundle(self._staging.target, manifest)
 
 
 @contextmanager
@@ -65,28 +66,26 @@ def write_bundle(directory: Path | str) -> Iterator[BundleWriter]:
     """Stage a bundle beside `directory`; nothing appears at `directory` unless `finish` is reached.
 
     A bundle that stands at `directory` is replaced whole; anything else that stands there is refused before any work.
+    What earlier calls for `directory` left that were killed is removed.
 
     Raises:
-        BundleError: the target is no bundle, its parent cannot be written, or the disk is full.
+        BundleError: the target is no bundle, its parent cannot be written, the disk is full, or a file grows too large.
     """
     target = Path(directory).resolve()
     _refuse_foreign_target(target)
-    staging = target.parent / f".{target.name}.{secrets.token_hex(4)}.partial"
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        staging.mkdir()
-    except OSError as error:
-        raise _write_error(target, error) from error
-    writer = BundleWriter(staging, target)
-    try:
-        yield writer
-        assert not staging.exists(), "write_bundle() was left without finish()"
-    except OSError as error:
-        if error.errno not in _DISK_FULL:
-            raise
-        raise _write_error(target, error) from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+    with ExitStack() as stack:
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            staging = stack.enter_context(staged(target))
+        except OSError as error:
+            raise _write_error(target, error) from error
+        try:
+            yield BundleWriter(staging)
+            assert not staging.path.exists(), "write_bundle() was left without finish()"
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            raise _write_error(target, error) from error
 
 
 def read_bundle(path: Path | str, *, verify_files: bool = True) -> Bundle:
@@ -177,6 +176,8 @@ def _refuse_foreign_target(target: Path) -> None:
         content = json.loads((target / MANIFEST_NAME).read_text(encoding="utf-8"))
         own = {MANIFEST_NAME, *content["files"]}
     except (OSError, ValueError, KeyError, TypeError):
+        if not os.path.lexists(target):
+            return  # another export has just moved it aside
         foreign = "something that is no bundle"
     else:
         others = [name for name in _files_under(target) if name not in own]
@@ -189,22 +190,6 @@ def _refuse_foreign_target(target: Path) -> None:
         expected="a new directory, or a bundle to replace",
         repair="Choose another output directory, or move what is there away.",
     )
-
-
-def _publish(staging: Path, target: Path) -> None:
-    if not target.exists():
-        os.rename(staging, target)
-        return
-    # A directory cannot be renamed over one that is not empty: the old bundle steps aside first, and comes back if
-    # the new one cannot take its place.
-    aside = target.parent / f".{target.name}.{secrets.token_hex(4)}.old"
-    os.rename(target, aside)
-    try:
-        os.rename(staging, target)
-    except BaseException:
-        os.rename(aside, target)
-        raise
-    shutil.rmtree(aside, ignore_errors=True)  # the new bundle is in place whatever becomes of the old one
 
 
 def _write_error(target: Path, error: OSError) -> BundleError:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +20,7 @@ from exporter.config import load_config
 from exporter.errors import ConfigError, UserError
 from exporter.quiet import native_stderr_hidden, quieten_libraries
 from exporter.tricks.rare_collections import rare_collections
+from exporter.units import in_unit
 
 app = typer.Typer(
     name="exporter",
@@ -25,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-# One console on stderr for what happens, one on stdout for what was asked for.
+# One console on stderr for progress, one on stdout for results.
 messages = Console(stderr=True)
 output = Console()
 if not output.is_terminal:
@@ -48,7 +52,8 @@ def export(
     out: Annotated[Path | None, typer.Option(help="Where to write the bundle (default: bundles/NAME).")] = None,
     dry_run: Annotated[bool, typer.Option(help="Print config, layers and memory plan; trace nothing.")] = False,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="Override a key of the YAML, e.g. --set quantization=balanced.")
+        list[str] | None,
+        typer.Option("--set", help="Override a key of the YAML, e.g. --set executorch.quantization=balanced."),
     ] = None,
 ) -> None:
     """Write a bundle: the program, its tokenizer and a manifest, verified against the model it came from."""
@@ -70,7 +75,7 @@ def export(
     bundle = pipeline.export(config, target, Progress(messages))
     output.print(tables.comparisons_table(bundle.manifest.verification))
     total = sum(entry.bytes for entry in bundle.manifest.files.values())
-    output.print(f"{target}: {total / 1e6:.0f} MB, licence of the weights: {bundle.manifest.source.license}")
+    output.print(f"{target}: {in_unit(total, 'MB', 0)}, licence of the weights: {bundle.manifest.source.license}")
 
 
 @app.command()
@@ -90,10 +95,11 @@ def plan(
     """Print what the caches of a model will cost, full and as rings; nothing is exported and no weights are read."""
     from exporter import tables
     from exporter.architecture import read_planned
-    from exporter.plan import check_contexts, growths, parse_contexts, plan_contexts
+    from exporter.lengths import parse_lengths
+    from exporter.plan import check_contexts, growths, plan_contexts
     from exporter.plot import check_plot_path, write_plot
 
-    asked = None if contexts is None else parse_contexts(contexts)
+    asked = None if contexts is None else parse_lengths("--contexts", contexts)
     if plot is not None:
         check_plot_path(plot)
     planned = read_planned(model, parse_overrides(overrides))
@@ -126,8 +132,6 @@ def inspect(
     if output_format is OutputFormat.JSON:
         typer.echo(json.dumps(inspected.as_json(), indent=2))
     elif inspected.manifest is None:
-        if inspected.facts:
-            output.print(tables.facts_table(inspected.facts))
         for description in inspected.descriptions:
             for table in tables.description_tables(description):
                 output.print(table)
@@ -179,11 +183,30 @@ def parse_overrides(pairs: list[str] | None) -> dict[str, Any]:
     return result
 
 
+def _exit_by_signal(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
+
+
+@contextlib.contextmanager
+def signals_that_clean_up() -> Iterator[None]:
+    """What asks a process to end (``docker stop``, a CI timeout, a closed terminal) unwinds it as Ctrl-C does, so that
+    no half bundle is left, and the exit code is a shell's for that signal. One that is ignored stays so (``nohup``)."""
+    asked = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+    for number in asked:
+        signal.signal(number, _exit_by_signal)
+    try:
+        yield
+    finally:
+        for number in asked:
+            signal.signal(number, signal.SIG_DFL)
+
+
 def main() -> None:
     """Run the command line; a `UserError` is one message on stderr and exit code 2."""
     quieten_libraries()
     try:
-        app()
+        with signals_that_clean_up():
+            app()
     except UserError as error:
         messages.print(f"[bold red]error:[/] {escape(str(error))}", markup=True, highlight=False, soft_wrap=True)
         sys.exit(error.exit_code)

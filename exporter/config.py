@@ -1,7 +1,7 @@
 """The YAML file of one export: `load_config` reads it, `resolve` settles what depends on the model.
 
-Everything the user can get wrong raises `ConfigError` and says which field, what arrived, what was expected and how to
-repair it; a key nobody reads is an error, at any depth.
+Every mistake of the user raises `ConfigError`, which says which field, what arrived, what was expected and how to
+repair it. An unknown key is an error, at any depth.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, field_validator, model_validator
-
-from exporter.errors import ConfigError
-from exporter.spec import (
-    PRESETS,
-    AttentionKernels,
-    CachePolicy,
-    CoreAIOptions,
-    CoreMLOptions,
-    ExecutorchOptions,
-    Format,
-    ModelSpec,
-    QuantizationSpec,
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictInt,
+    ValidationError,
+    create_model,
+    field_validator,
+    model_validator,
 )
+
+from exporter.backends import formats, traits
+from exporter.errors import ConfigError
+from exporter.spec import CachePolicy, FormatOptions, ModelSpec
 
 # A dotted module would make importlib import its parent package.
 _PACKAGE_FILE = re.compile(r"[A-Za-z_]\w*:(?!/)(?!.*(?:^|[:/])\.\.(?:/|$)).+")
@@ -72,8 +72,7 @@ class CheckpointConfig(_Config):
 class ExportConfig(_Config):
     """One export. ``max_context_length: null`` means the model's own `max_position_embeddings`.
 
-    `quantization`, a mapping or the name of a preset, and `kernels` are those of the ExecuTorch program
-    (`spec.ExecutorchOptions`); the others have a section of their own.
+    Every format has a section of its own, under its name: `options` (`CONFIG` is this model with those sections).
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
@@ -82,43 +81,42 @@ class ExportConfig(_Config):
     max_context_length: StrictInt | None = Field(default=None, ge=2)
     max_prefill_chunk: StrictInt = Field(default=512, ge=2)
     cache: CachePolicy = CachePolicy()
-    quantization: QuantizationSpec = QuantizationSpec()
-    kernels: AttentionKernels = "ring"
-    coreml: CoreMLOptions = CoreMLOptions()
-    coreai: CoreAIOptions = CoreAIOptions()
-    targets: tuple[Format, ...] = ("executorch",)
-
-    @field_validator("quantization", mode="before")
-    @classmethod
-    def _preset(cls, value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        if value not in PRESETS:
-            raise ValueError(f"one of {', '.join(PRESETS)}, or a mapping")
-        return PRESETS[value]
+    targets: tuple[str, ...] = formats()[:1]
 
     @field_validator("targets")
     @classmethod
     def _targets_are_a_set(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if not value or len(set(value)) != len(value):
             raise ValueError("at least one target, each named once")
+        if unknown := [target for target in value if target not in formats()]:
+            raise ValueError(f"some of {', '.join(formats())}, not {', '.join(map(repr, unknown))}")
         return value
 
     @model_validator(mode="after")
     def _caches_suit_the_targets(self) -> ExportConfig:
-        others = [target for target in self.targets if target != "executorch"]
-        if "int8" in self.cache.dtypes.values() and others:
-            raise ValueError(
-                f"cache.dtype and cache.global_dtype float32 or float16 for the targets {', '.join(others)}: "
-                "int8 caches are ExecuTorch's"
-            )
+        for dtype in dict.fromkeys(self.cache.dtypes):
+            lacking = [target for target in self.targets if dtype not in traits(target).cache_dtypes]
+            if lacking:
+                able = [traits(name).title for name in formats() if dtype in traits(name).cache_dtypes]
+                both = [one for one in traits(lacking[0]).cache_dtypes]
+                raise ValueError(
+                    f"cache.dtype and cache.global_dtype {' or '.join(both)} for the targets {', '.join(lacking)}: "
+                    f"{dtype} caches are {' and '.join(able)}'s"
+                )
         return self
 
-    def options(self, target: Format) -> ExecutorchOptions | CoreMLOptions | CoreAIOptions:
+    def options(self, target: str) -> FormatOptions:
         """What the config says about one target."""
-        if target == "executorch":
-            return ExecutorchOptions(quantization=self.quantization, kernels=self.kernels)
-        return self.coreml if target == "coreml" else self.coreai
+        options: FormatOptions = getattr(self, target)
+        return options
+
+
+CONFIG: type[ExportConfig] = create_model(
+    "ExportConfig",
+    __base__=ExportConfig,
+    **{name: (traits(name).options, traits(name).options()) for name in formats()},  # type: ignore[call-overload]
+)
+"""The whole file: `ExportConfig` and a section for each format."""
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -144,7 +142,7 @@ def _model_at(root: type[BaseModel], place: tuple[int | str, ...]) -> type[BaseM
 
 
 def _model_in(annotation: Any) -> type[BaseModel]:
-    """The one model an annotation speaks of: itself, the items of a tuple, or what may also be absent."""
+    """The one model in an annotation: itself, the items of a tuple, or an optional one."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     found = [part for part in get_args(annotation) if part not in (Ellipsis, type(None))]
@@ -153,7 +151,7 @@ def _model_in(annotation: Any) -> type[BaseModel]:
 
 
 def _explain(owner: str, error: ValidationError, root: type[BaseModel]) -> ConfigError:
-    """Pydantic's findings as one error in our own words."""
+    """Pydantic's errors as one `ConfigError`."""
     got: list[str] = []
     expected: list[str] = []
     for item in error.errors():
@@ -166,7 +164,7 @@ def _explain(owner: str, error: ValidationError, root: type[BaseModel]) -> Confi
         elif item["type"] == "missing":
             got.append(f"no {name}")
             expected.append(f"a value for {name}")
-        elif not place:  # of the file as a whole: every value is right by itself
+        elif not place:  # of the whole file: every value is valid by itself
             got.append("its keys and values together")
             expected.append(item["msg"].removeprefix("Value error, "))
         else:
@@ -241,7 +239,7 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
         ConfigError: the file is missing, empty or no YAML, a key is unknown, a value is missing or out of range.
     """
     path = Path(path)
-    config = read_yaml_model(path, ExportConfig, "configs/", overrides)
+    config = read_yaml_model(path, CONFIG, "configs/", overrides)
     checkpoint = config.checkpoint
     base = path.resolve().parent
     places = {"path": checkpoint.path, "cache_dir": checkpoint.cache_dir}

@@ -1,4 +1,4 @@
-"""English text that every Python carries, for comparing models on real language."""
+"""English text that comes with every Python, for comparing models on real language."""
 
 from __future__ import annotations
 
@@ -32,5 +32,4 @@ def english_text() -> str:
 def english_ids(tokenizer_file: Path, spec: TokenizerSpec, count: int) -> list[int]:
     """The first `count` token ids of the text, after BOS where the model wants one."""
     encoded = Tokenizer.from_file(str(tokenizer_file)).encode(english_text(), add_special_tokens=False).ids
-    bos = [spec.bos_token_id] if spec.add_bos and spec.bos_token_id is not None else []
-    return (bos + encoded)[:count]
+    return spec.with_bos(encoded)[:count]

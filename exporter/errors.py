@@ -10,7 +10,7 @@ from functools import partial
 
 
 class UserError(Exception):
-    """A mistake in what the user handed over.
+    """A mistake in the user's input.
 
     Args:
         owner: who refuses, e.g. ``"config"`` or ``"checkpoint model.safetensors"``.
@@ -26,7 +26,7 @@ class UserError(Exception):
         super().__init__(f"{owner}: got {got}; expected {expected}. {repair}")
 
     def __reduce__(self) -> tuple[partial[UserError], tuple[()]]:
-        """Pickled with all its parts, so that it comes back from another process as it was."""
+        """Pickled with all its parts, so that it comes back unchanged from another process."""
         parts = {"got": self.got, "expected": self.expected, "repair": self.repair}
         return partial(type(self), self.owner, **parts), ()
 
@@ -36,11 +36,11 @@ class ConfigError(UserError):
 
 
 class CheckpointError(UserError):
-    """A checkpoint that is missing, damaged, of a kind that is refused, or unlike its own config."""
+    """A checkpoint that is missing, damaged, of a refused kind, or not as its own config says."""
 
 
 class UnsupportedModelError(UserError):
-    """A model whose config asks for arithmetic the spec cannot say."""
+    """A model whose config asks for arithmetic that the spec cannot express."""
 
 
 class BundleError(UserError):
@@ -56,7 +56,7 @@ class GraphContractError(UserError):
 
 
 class VerificationError(UserError):
-    """A program whose numbers are not those of the model it came from."""
+    """A program whose results are not those of the model it came from."""
 
 
 class MissingPackageError(UserError):

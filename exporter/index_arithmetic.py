@@ -10,7 +10,7 @@ from torch.fx.node import map_arg
 
 
 def merge_index_arithmetic(program: ExportedProgram) -> None:
-    """Merge, in place, equal steps of what is computed from shapes and literals alone.
+    """Merge, in place, equal steps of arithmetic on shapes and literals.
 
     Every layer builds its mask and its slots from the same sizes; back ends do not merge them (portable kernels spent
     a sixth of Gemma 3 270M's prefill on masks). Nothing that reads a tensor from outside is touched, so no read moves
@@ -43,7 +43,7 @@ def _from_shapes(node: Node, pure: set[Node]) -> bool:
 def _changes_something(node: Node) -> bool:
     if any(_writes(node, operand) for operand in node.all_input_nodes):
         return True
-    # Without a user it is there for its effect: an assertion.
+    # A step without users has an effect, such as an assertion.
     return not node.users or any(_writes(user, node) for user in node.users)
 
 

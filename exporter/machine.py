@@ -11,6 +11,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from exporter.units import in_unit
+
 CACHE = Path("~/.cache/ring-exporter")
 """Where files are kept that are made once for this user: joined checkpoints, compiled kernels."""
 _STATUS = Path("/proc/self/status")
@@ -23,8 +25,8 @@ def machine() -> str:
     if _PROCESSORS.exists():
         lines = _PROCESSORS.read_text(encoding="utf-8").splitlines()
         cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    return f"{os.cpu_count()} threads of {cpu}, {memory:.0f} GiB, Python {platform.python_version()}"
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return f"{os.cpu_count()} threads of {cpu}, {in_unit(memory, 'GiB', 0)}, Python {platform.python_version()}"
 
 
 def _status_bytes(key: str) -> int | None:

@@ -37,14 +37,12 @@ def require(distributions: Iterable[str], extra: str) -> None:
             raise _missing(extra, f"no {name}") from error
 
 
-PLATFORMS = {"coreml": "macOS and for Linux on x86-64", "coreai": "macOS and for Linux on x86-64 with glibc 2.34"}
-"""Where the packages of an extra have wheels."""
-
-
 def _missing(extra: str, got: str) -> MissingPackageError:
+    from exporter.backends import traits  # which imports this module
+
     return MissingPackageError(
         f"format {extra}",
         got=got,
-        expected=f"the packages of the extra `{extra}`, which exist for {PLATFORMS[extra]}",
+        expected=f"the packages of the extra `{extra}`, which exist for {traits(extra).platforms}",
         repair=f"pip install 'ring-exporter[{extra}]', or take another of `targets`, or of --format.",
     )

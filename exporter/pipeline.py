@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
 from exporter import verify
-from exporter.backends import backend
+from exporter.backends import build_module, traits
 from exporter.bundle import Bundle, read_bundle, write_bundle
 from exporter.cache.interface import CacheKernels
 from exporter.cache.plain import PlainKernels
@@ -21,19 +21,9 @@ from exporter.programs import Limits
 from exporter.progress import Progress
 from exporter.quantization import quantize
 from exporter.quantization.calibration import calibration_ids
-from exporter.quantization.matrices import Storage
 from exporter.quantization.rounding import round_weights
 from exporter.runs import Calls, Run, long_schedule, run, run_by_layers, schedule
-from exporter.spec import (
-    LAYOUTS,
-    STATE_DTYPES,
-    Comparison,
-    Format,
-    Manifest,
-    StateSpec,
-    TokenizerSpec,
-    state_specs,
-)
+from exporter.spec import Comparison, Manifest, Recipe, StateSpec, TokenizerSpec, state_specs
 from exporter.tokenizer import write_tokenizer
 from exporter.tricks.rare_collections import rare_collections
 
@@ -47,15 +37,27 @@ class Source:
     config: ExportConfig
     checkpoint: Checkpoint
     limits: Limits
+    _recipes: dict[str, Recipe] = field(default_factory=dict, init=False, repr=False)
 
-    def states(self, target: Format) -> tuple[StateSpec, ...]:
+    def states(self, target: str) -> tuple[StateSpec, ...]:
         """The state as the programs of `target` take it.
 
         Raises:
             ConfigError: the model's states do not fit that format.
         """
-        context = self.limits.max_context_length
-        return state_specs(self.checkpoint.spec, self.config.cache, context, LAYOUTS[target], STATE_DTYPES.get(target))
+        context, own = self.limits.max_context_length, traits(target)
+        return state_specs(self.checkpoint.spec, self.config.cache, context, own.layout, own.state_dtype)
+
+    def recipe(self, target: str) -> Recipe:
+        """In which form the program of `target` keeps every parameter; worked out once.
+
+        Raises:
+            ConfigError: the config asks for what the format or the model has not.
+        """
+        if target not in self._recipes:
+            spec, options = self.checkpoint.spec, self.config.options(target)
+            self._recipes[target] = options.recipe(parameter_shapes(spec), spec.tie_word_embeddings)
+        return self._recipes[target]
 
     def reader(self) -> ReadParameter:
         """What reads the checkpoint a parameter at a time."""
@@ -80,29 +82,27 @@ def read_decoder(source: Source, states: Sequence[StateSpec], kernels: CacheKern
         return Decoder.from_state_dict(source.checkpoint.spec, states, kernels, state_dict)
 
 
-def target_decoder(source: Source, target: Format, progress: Progress) -> Decoder:
+def target_decoder(source: Source, target: str, progress: Progress) -> Decoder:
     """The float32 model over the states and kernels of `target`."""
-    kernels = backend(target).kernels(source.config.options(target))
+    kernels = build_module(target).kernels(source.config.options(target))
     return read_decoder(source, source.states(target), kernels, progress)
 
 
-def program_decoder(
-    source: Source, target: Format, bundle: Path, tokenizer: TokenizerSpec, progress: Progress
-) -> Decoder:
-    """The model as the back end of `target` takes it: quantised while it is read if that is ExecuTorch, by the text
-    that the tokenizer in `bundle` makes of the calibration chapters."""
-    spec = source.config.quantization
-    if target != "executorch" or not spec.is_quantized:
+def program_decoder(source: Source, target: str, bundle: Path, tokenizer: TokenizerSpec, progress: Progress) -> Decoder:
+    """The model as the back end of `target` takes it: where that is a rounded decoder, quantised while it is read, by
+    the text that the tokenizer in `bundle` makes of the calibration chapters."""
+    recipe = source.recipe(target)
+    if recipe.is_float32 or not traits(target).decoder_is_rounded:
         return target_decoder(source, target, progress)
     with progress.step("read and quantise") as detail:
         ids = None
-        if spec.is_calibrated:
+        if recipe.is_calibrated:
             ids = calibration_ids(bundle / "tokenizer", tokenizer, source.limits.max_context_length)
             release_freed_memory()  # a tokenizer's
             detail(f"calibrated on {ids.shape[1]} tokens")
-        kernels = backend(target).kernels(source.config.options(target))
+        kernels = build_module(target).kernels(source.config.options(target))
         decoder = Decoder.unread(source.checkpoint.spec, source.states(target), kernels)
-        quantize(decoder, spec, ids, source.reader())
+        quantize(decoder, recipe, ids, source.reader())
         release_freed_memory()
         return decoder
 
@@ -119,13 +119,17 @@ def export(config: ExportConfig, out: Path, progress: Progress) -> Bundle:
             source = open_source(config)
             for target in config.targets:  # what a format cannot carry is said before any work
                 source.states(target)
+                source.recipe(target)
             detail(source.checkpoint.name)
         with progress.step("tokenizer"):
             tokenizer_dir = writer.path / "tokenizer"
             tokenizer_dir.mkdir()
             tokenizer = write_tokenizer(source.checkpoint, tokenizer_dir)
         release_freed_memory()
-        distributions = (*RECORDED_VERSIONS, *(name for target in config.targets for name in backend(target).VERSIONS))
+        distributions = (
+            *RECORDED_VERSIONS,
+            *(name for target in config.targets for name in traits(target).distributions),
+        )
         manifest = Manifest(
             name=config.name,
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -134,7 +138,6 @@ def export(config: ExportConfig, out: Path, progress: Progress) -> Bundle:
             max_context_length=source.limits.max_context_length,
             max_prefill_chunk=source.limits.max_prefill_chunk,
             dtype=config.dtype,
-            quantization=config.quantization,
             source=source.checkpoint.source,
             tokenizer=tokenizer,
             programs=(),
@@ -148,7 +151,7 @@ def export(config: ExportConfig, out: Path, progress: Progress) -> Bundle:
         return writer.finish(manifest)
 
 
-def add_program(manifest: Manifest, target: Format, directory: Path, source: Source, progress: Progress) -> Manifest:
+def add_program(manifest: Manifest, target: str, directory: Path, source: Source, progress: Progress) -> Manifest:
     """Build the program of `target` in the staged bundle, run it beside the eager model, and add what was seen.
 
     Raises:
@@ -156,9 +159,11 @@ def add_program(manifest: Manifest, target: Format, directory: Path, source: Sou
         VerificationError: the program is not the model.
     """
     decoder = program_decoder(source, target, directory, manifest.tokenizer, progress)
-    built = backend(target).build(decoder, source.limits, source.config.options(target), directory, progress.step)
+    back_end = build_module(target)
+    options, recipe = source.config.options(target), source.recipe(target)
+    built = back_end.build(decoder, source.limits, options, recipe, directory=directory, step=progress.step)
     alone = manifest.model_copy(update={"programs": (built.program,)})
-    for name, text in backend(target).beside(alone).items():
+    for name, text in back_end.beside(alone).items():
         (directory / name).write_text(text, encoding="utf-8")
     bundle, pieces = Bundle(directory, alone), schedule(alone)
     calls = Calls(verify.bundle_ids(bundle, sum(pieces)), pieces)
@@ -179,10 +184,11 @@ def add_program(manifest: Manifest, target: Format, directory: Path, source: Sou
 
 
 def run_decoder(manifest: Manifest, decoder: Decoder, calls: Calls, progress: Progress) -> Run:
-    """What the decoder that the program was made of makes of `calls`, on plain kernels. A `.pte` is its decoder,
-    roundings of activations and caches included; the other formats round while they convert, so theirs is in floats."""
+    """What the decoder that the program was made of makes of `calls`, on plain kernels: with the program's caches where
+    the decoder is rounded as the program is, in floats where the back end rounds while it converts."""
     with progress.step("run eager"):
-        caches = manifest if manifest.program.format == "executorch" else manifest.with_float_caches()
+        rounded = traits(manifest.program.format).decoder_is_rounded
+        caches = manifest if rounded else manifest.with_float_caches()
         return run_by_layers(caches, decoder.with_kernels(PlainKernels()), calls)
 
 
@@ -190,17 +196,17 @@ def eager_runs(manifest: Manifest, own: Run, source: Source, calls: Calls, progr
     """What the eager model with the weights and caches of the program makes of `calls`, and what the float one does
     that it came from: the one is `run_decoder`'s, the other read again where weights or caches are rounded."""
     on_floats, program = manifest.with_float_caches(), manifest.program
-    if program.format == "executorch":
+    if traits(program.format).decoder_is_rounded:
         if not manifest.is_quantized:
             return own, own
         with progress.step("read and run float eager"):
             original = Decoder.unread(source.checkpoint.spec, on_floats.states, PlainKernels())
             return own, run_by_layers(on_floats, original, calls, source.reader())
-    if program.weights in ("float32", "float16"):
+    if not program.recipe.rounded:
         return own, own
     rounded = read_decoder(source, on_floats.states, PlainKernels(), progress)
     with progress.step("round weights"):
-        round_weights(rounded, Storage(program.format, program.weights, program.keep_int8))
+        round_weights(rounded, program.recipe)
     with progress.step("run rounded eager"):
         return run_by_layers(on_floats, rounded, calls), own
 
@@ -250,7 +256,7 @@ def verify_program(bundle: Bundle, source: Source | None, progress: Progress) ->
         comparisons = [verify.compare_with_recorded(session, bundle.path / verify.REFERENCE_FILE)]
     baseline = verify.baseline_divergence(manifest.verification)
     if source is not None:
-        effort = verify.EFFORT[manifest.program.format]
+        effort = traits(manifest.program.format).effort
         ids = verify.bundle_ids(bundle, min(effort.tokens, manifest.max_context_length - effort.greedy))
         decoder = program_decoder(source, manifest.program.format, bundle.path, manifest.tokenizer, progress)
         calls = Calls(ids, long_schedule(manifest, len(ids)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 from collections.abc import Sequence
@@ -9,15 +10,18 @@ from pathlib import Path
 
 from exporter.errors import ConfigError
 from exporter.plan import LayerState, plan_context
+from exporter.spec import KINDS
 from exporter.units import BINARY, size
 
 WIDTH, HEIGHT = 1080, 660  # pixels
 _DPI = 120
 _FIRST = 64  # tokens at the left edge, or fewer
+_STYLES = (("tab:green", "--"), ("tab:blue", ":"), ("tab:gray", "-."), ("tab:purple", "--"), ("tab:brown", ":"))
+"""Of the lines of single kinds, those that grow first."""
 
 
 def check_plot_path(path: Path) -> None:
-    """Refuse early what could only fail late.
+    """Refuse a path that would fail only after the work.
 
     Raises:
         ConfigError: not a ``.png``, or in a folder that does not exist.
@@ -39,19 +43,19 @@ def write_plot(path: Path, title: str, states: Sequence[LayerState], contexts: S
     from matplotlib.ticker import FuncFormatter, NullLocator
 
     last = max(contexts)
-    windows = {state.rows for state in states if state.kind == "sliding" and state.rows is not None}
+    corners = {full for state in states if (full := state.fills_at) is not None}
     doubling = {1 << n for n in range(last.bit_length())}
-    tokens = sorted({n for n in doubling | windows if min(_FIRST, last // 16) <= n < last} | set(contexts))
+    tokens = sorted({n for n in doubling | corners if min(_FIRST, last // 16) <= n < last} | set(contexts))
     plans = [plan_context(states, n) for n in tokens]
-    sliding = [state for state in states if state.kind == "sliding"]
+    bounded = [state for state in states if state.fills_at is not None]
     lines = [
         ("all layers, full caches", [p.full for p in plans], "tab:red", "-", 2.5),
-        ("sliding layers, full caches", [plan_context(sliding, n).full for n in tokens], "tab:red", ":", 1.5),
+        ("sliding layers, full caches", [plan_context(bounded, n).full for n in tokens], "tab:red", ":", 1.5),
         ("all layers, rings + global", [p.total for p in plans], "tab:blue", "-", 2.5),
-        ("global layers", [p.global_ for p in plans], "tab:green", "--", 1.5),
-        ("sliding layers, rings", [p.sliding for p in plans], "tab:blue", ":", 1.5),
-        ("convolutions", [p.conv for p in plans], "tab:gray", "-.", 1.5),
     ]
+    kinds = sorted(KINDS.values(), key=lambda kind: not kind.grows)
+    for kind, (colour, style) in zip(kinds, itertools.cycle(_STYLES), strict=False):
+        lines.append((kind.line, [p.kinds[kind.label] for p in plans], colour, style, 1.5))
     figure = Figure(figsize=(WIDTH / _DPI, HEIGHT / _DPI), dpi=_DPI, layout="constrained")
     axes = figure.subplots()
     marked = [tokens.index(n) for n in sorted(set(contexts))]
@@ -75,7 +79,7 @@ def write_plot(path: Path, title: str, states: Sequence[LayerState], contexts: S
     axes.yaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("context length in tokens")
     axes.set_ylabel("bytes of state (1 GiB = $2^{30}$)")
-    axes.set_title(title.replace("$", r"\$"))  # a name is no formula
+    axes.set_title(title.replace("$", r"\$"))  # a name is not a formula
     axes.grid(alpha=0.3)
     axes.legend(title=f"at {last:,} tokens")
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")

@@ -2,15 +2,15 @@
 
 Letters: Q query_len, S seq_len, rows: rows allocated to every global layer, V vocab_size.
 
-`prefill` takes ``input_ids [1, Q]``, ``position_ids [1, S]`` and the states, and reads rings before it writes them;
-`main` takes one token and writes first. Prefill is never cut out of main's graph: it would inherit main's order.
+Every program takes ``input_ids [1, Q]``, ``position_ids [1, S]`` and the states; its `ProgramKind` says how many
+tokens, whether rings are written before they are read, and whose logits it gives. No program is made from the graph of
+another one: it would inherit the other's order of reads and writes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch.export import Dim, ExportedProgram
@@ -18,10 +18,7 @@ from torch.export import Dim, ExportedProgram
 from exporter.errors import GraphContractError
 from exporter.index_arithmetic import merge_index_arithmetic
 from exporter.model.decoder import Decoder
-from exporter.spec import MethodSpec, StateSpec, TensorSpec
-
-Method = Literal["prefill", "main"]
-METHODS: tuple[Method, ...] = ("prefill", "main")
+from exporter.spec import MethodSpec, ProgramKind, StateSpec, TensorSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,32 +32,45 @@ class Limits:
 class ProgramModule(torch.nn.Module):
     """A decoder with its access order fixed, in the calling convention of the exported programs."""
 
-    def __init__(self, decoder: Decoder, method: Method) -> None:
+    def __init__(self, decoder: Decoder, kind: ProgramKind) -> None:
         super().__init__()
         self.decoder = decoder
-        self.write_first = method == "main"
+        self.kind = kind
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *states: torch.Tensor) -> torch.Tensor:
-        return self.decoder(input_ids, position_ids, states, self.write_first)
+        return run_kind(self.decoder, self.kind, input_ids, position_ids, states)
 
 
-def method_spec(decoder: Decoder, method: Method, limits: Limits, ids_dtype: str = "int64") -> MethodSpec:
-    """The interface of a method of `decoder`."""
-    return interface(decoder.states, decoder.spec.vocab_size, method, limits, ids_dtype)
+def run_kind(
+    decoder: Decoder, kind: ProgramKind, input_ids: torch.Tensor, position_ids: torch.Tensor,
+    states: Sequence[torch.Tensor],
+) -> torch.Tensor:  # fmt: skip
+    """What a program of `kind` gives: logits ``[1, V]`` of the last token, or ``[1, Q, V]`` of all."""
+    hidden = decoder.hidden_states(input_ids, position_ids, states, kind.write_first)
+    if kind.logits == "all":
+        return decoder.logits(hidden)
+    return decoder.logits(hidden[:, -1:, :])[:, 0]
+
+
+def method_spec(decoder: Decoder, kind: ProgramKind, limits: Limits, ids_dtype: str = "int64") -> MethodSpec:
+    """The interface of a program of `decoder`."""
+    return interface(decoder.states, decoder.spec.vocab_size, kind, limits, ids_dtype)
 
 
 def interface(
-    states: Sequence[StateSpec], vocab_size: int, method: Method, limits: Limits, ids_dtype: str = "int64"
+    states: Sequence[StateSpec], vocab_size: int, kind: ProgramKind, limits: Limits, ids_dtype: str = "int64"
 ) -> MethodSpec:
-    """The interface of a method: the one place where its dynamic dimensions and their ranges are decided.
+    """The interface of a program: the one place where its dynamic dimensions and their ranges are decided.
 
     A full state that is allocated whole from the start has no dynamic dimension. `ids_dtype` is that of the first two
     inputs.
     """
     context = limits.max_context_length
-    dims = {"seq_len": (1 if method == "main" else 2, context)}
-    if method == "prefill":
-        dims["query_len"] = (2, min(limits.max_prefill_chunk, context))
+    low, high = kind.query_range(limits.max_prefill_chunk, context)
+    query_len: int | str = low if kind.max_query_len == low else "query_len"
+    dims = {"seq_len": (low, context)}
+    if isinstance(query_len, str):
+        dims[query_len] = (low, high)
     tensors = []
     for state in states:
         shape: tuple[int | str, ...] = state.shape()
@@ -68,20 +78,23 @@ def interface(
             dims["rows"] = (min(2, context), context)
             shape = (len(state.layers), "rows", *state.row_shape)
         tensors.append(TensorSpec(name=state.name, shape=shape, dtype=state.dtype))
+    logits: tuple[int | str, ...] = (1, vocab_size) if kind.logits == "last" else (1, query_len, vocab_size)
     return MethodSpec(
+        write_first=kind.write_first,
+        logits=kind.logits,
         inputs=(
-            TensorSpec(name="input_ids", shape=(1, "query_len" if method == "prefill" else 1), dtype=ids_dtype),
+            TensorSpec(name="input_ids", shape=(1, query_len), dtype=ids_dtype),
             TensorSpec(name="position_ids", shape=(1, "seq_len"), dtype=ids_dtype),
             *tensors,
         ),
-        outputs=(TensorSpec(name="logits", shape=(1, vocab_size), dtype="float32"),),
+        outputs=(TensorSpec(name="logits", shape=logits, dtype="float32"),),
         dims=dims,
         mutates=tuple(state.name for state in states),
     )
 
 
-def trace(decoder: Decoder, method: Method, limits: Limits, ids_dtype: str = "int64") -> ExportedProgram:
-    """Export one method with its declared dynamic shapes; a dimension whose range is one number is static.
+def trace(decoder: Decoder, kind: ProgramKind, limits: Limits, ids_dtype: str = "int64") -> ExportedProgram:
+    """Export one program with its declared dynamic shapes; a dimension whose range is one number is static.
 
     Raises:
         GraphContractError: `decoder` is a graph that was traced already.
@@ -91,10 +104,10 @@ def trace(decoder: Decoder, method: Method, limits: Limits, ids_dtype: str = "in
             "trace",
             got=f"a traced graph ({type(decoder).__name__})",
             expected="a Decoder",
-            repair="Trace each method from the decoder by itself: the order of reads and writes is fixed in a graph, "
+            repair="Trace each program from the decoder by itself: the order of reads and writes is fixed in a graph, "
             "and prefill derived from main's would write rings first, over rows that its own early tokens still need.",
         )
-    spec = method_spec(decoder, method, limits, ids_dtype)
+    spec = method_spec(decoder, kind, limits, ids_dtype)
     dims = {name: Dim(name, min=low, max=high) for name, (low, high) in spec.dims.items() if low < high}
     example = {"query_len": min(8, dims_high(spec, "query_len")), "rows": min(64, dims_high(spec, "rows"))}
     example["seq_len"] = min(example["query_len"] + 3, dims_high(spec, "seq_len"))
@@ -105,7 +118,7 @@ def trace(decoder: Decoder, method: Method, limits: Limits, ids_dtype: str = "in
         dynamic.append({axis: dims[n] for axis, n in enumerate(tensor.shape) if n in dims})
     with torch.no_grad():
         program = torch.export.export(
-            ProgramModule(decoder, method).eval(),
+            ProgramModule(decoder, kind).eval(),
             tuple(arguments),
             dynamic_shapes=(dynamic[0], dynamic[1], tuple(dynamic[2:])),
             strict=False,

@@ -1,4 +1,4 @@
-"""What a long command shows while it works: each step with its seconds and the process's peak memory."""
+"""Progress of a long command: each step with its seconds and the process's peak memory."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from rich.console import Console
 
 from exporter.machine import peak_memory_bytes
+from exporter.units import in_unit
 
 Detail = Callable[[str], None]
 
 
 class Progress:
-    """Prints a line a finished step; on a terminal the running step spins with its detail and elapsed time."""
+    """Prints a line per finished step; on a terminal also the running step with its detail and elapsed time."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -39,5 +40,5 @@ class Progress:
 
             yield detail
         self.seconds[name] = time.perf_counter() - start
-        peak = f"peak {peak_memory_bytes() / 1e9:.2f} GB"
+        peak = f"peak {in_unit(peak_memory_bytes(), 'GB')}"
         self.console.print(f"  {name:<28}{self.seconds[name]:>8.1f} s   {peak:<14} {shown}", highlight=False)

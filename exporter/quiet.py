@@ -1,4 +1,4 @@
-"""LEAF: keeps what the libraries underneath say about themselves out of the user's terminal."""
+"""LEAF: keeps the libraries' own messages out of the user's terminal."""
 
 from __future__ import annotations
 

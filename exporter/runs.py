@@ -6,15 +6,17 @@ Letters: V vocab_size. What the runs said is compared in `exporter.verify`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
 from exporter.model.decoder import Decoder, ReadParameter, all_read
+from exporter.programs import run_kind
 from exporter.quantization.modules import floats_held
-from exporter.spec import Manifest
-from runtime_ref.programs.eager import EagerProgram
+from exporter.spec import PROGRAMS, Manifest, ProgramKind, program_for
+from runtime_ref.programs import EagerProgram
 from runtime_ref.session import Session
 from runtime_ref.state import State
 
@@ -37,10 +39,10 @@ class Calls(NamedTuple):
 def eager_session(manifest: Manifest, decoder: Decoder) -> Session:
     """A session over the eager model, with a state of its own."""
 
-    def method(write_first: bool) -> Callable[..., torch.Tensor]:
-        return lambda input_ids, position_ids, *states: decoder(input_ids, position_ids, states, write_first)
+    def method(kind: ProgramKind) -> Callable[..., torch.Tensor]:
+        return lambda input_ids, position_ids, *states: run_kind(decoder, kind, input_ids, position_ids, states)
 
-    return Session(manifest, EagerProgram(prefill=method(False), main=method(True)))
+    return Session(manifest, EagerProgram({name: method(kind) for name, kind in PROGRAMS.items()}))
 
 
 def schedule(manifest: Manifest) -> list[int]:
@@ -85,12 +87,15 @@ def run_by_layers(manifest: Manifest, decoder: Decoder, calls: Calls, read: Read
     state.advance(calls.ids[: spans[-1][1]])
     with decoder.reading("embed_tokens", read):
         hidden = [decoder.embed(torch.tensor([calls.ids[start:end]])) for start, end in spans]
-    for n in range(len(decoder.layers)):
-        own = [state.tensors[i].narrow(0, place, 1) for i, place in decoder.layer_states[n]]
+
+    @contextmanager
+    def around(n: int) -> Iterator[None]:
         with decoder.reading(f"layers.{n}", read), floats_held(decoder.layers[n]):
-            for i, (start, end) in enumerate(spans):
-                turns = decoder.turns(end - start, start)
-                hidden[i] = decoder.apply_layer(n, hidden[i], turns, own, offset=start, write_first=end - start == 1)
+            yield
+
+    made = [decoder.call(end - start, start, program_for(end - start).write_first) for start, end in spans]
+    for _ in decoder.through_layers(hidden, made, lambda n: decoder.states_of(n, state.tensors), around):
+        pass
     last = torch.cat([rows[:, -1:] for rows in hidden], 1)
     with decoder.reading("norm", read), decoder.reading("lm_head", read):
         return Run(state, list(decoder.logits(last)[0]))

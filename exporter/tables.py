@@ -3,31 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from exporter.describe import FileDescription
 from exporter.plan import ContextPlan, KindGrowth
-from exporter.spec import (
-    AttentionSpec,
-    CheckResult,
-    Comparison,
-    LayerSpec,
-    Manifest,
-    ModelSpec,
-    MoESpec,
-    ProgramSpec,
-    RopeSpec,
-)
-from exporter.units import BINARY, DECIMAL, size
-
-if TYPE_CHECKING:
-    from exporter.inspection import FileFacts
-
-
-def mib(size: int) -> str:
-    return f"{size / 2**20:.2f}"
+from exporter.spec import KINDS, CheckResult, Comparison, Manifest, ModelSpec
+from exporter.units import BINARY, DECIMAL, amount, size
 
 
 def _table(title: str, columns: Sequence[str], left: int = 1) -> Table:
@@ -37,44 +19,34 @@ def _table(title: str, columns: Sequence[str], left: int = 1) -> Table:
     return table
 
 
-def _rope(rope: RopeSpec | None) -> str:
-    if rope is None:
-        return "none"
-    scaling = "" if rope.scaling == "none" else f", {rope.scaling} x{rope.factor:g}"
-    return f"{rope.theta:g}{scaling}"
-
-
-def _layer_row(layer: LayerSpec) -> tuple[str, ...]:
-    feed = layer.feed_forward
-    mlp = f"{feed.num_experts_per_tok} of {feed.num_experts} experts x " if isinstance(feed, MoESpec) else ""
-    mlp += str(feed.intermediate_size)
-    mixer = layer.mixer
-    if not isinstance(mixer, AttentionSpec):
-        return ("conv", str(mixer.kernel_size), "-", "-", "-", "-", mlp)
-    window = "all" if mixer.window is None else str(mixer.window)
-    heads = (str(mixer.num_attention_heads), str(mixer.num_key_value_heads), str(mixer.head_dim))
-    return (mixer.kind, window, *heads, _rope(mixer.rope), mlp)
+_MIXER_COLUMNS = ("window", "heads", "KV heads", "head_dim", "RoPE base")
 
 
 def layers_table(model: ModelSpec) -> Table:
     """Runs of equal layers share a row."""
-    table = _table("layers", ("layers", "kind", "window", "heads", "KV heads", "head_dim", "RoPE base", "MLP"), left=2)
+    table = _table("layers", ("layers", "kind", *_MIXER_COLUMNS, "MLP"), left=2)
     start = 0
     for index, layer in enumerate(model.layers):
         following = model.layers[index + 1] if index + 1 < len(model.layers) else None
         if following != layer:
             name = str(start) if start == index else f"{start}-{index}"
-            table.add_row(name, *_layer_row(layer))
+            facts = layer.mixer.facts()
+            cells = [facts.get(column, "-") for column in _MIXER_COLUMNS]
+            table.add_row(name, layer.mixer.kind, *cells, layer.feed_forward.in_words())
             start = index + 1
     return table
 
 
-def plan_table(plans: Sequence[ContextPlan], units: str = "in MiB", show: Callable[[int], str] = mib) -> Table:
+def _in_mib(count: int) -> str:
+    return amount(count, "MiB")
+
+
+def plan_table(plans: Sequence[ContextPlan], units: str = "in MiB", show: Callable[[int], str] = _in_mib) -> Table:
     """State by context; `show` turns bytes into the text of a cell, `units` says in the title what it does."""
-    columns = ("context", "sliding", "global", "conv", "total", "full caches", "ratio")
-    table = _table(f"state {units} at context length", columns)
+    kinds = [k.label for k in KINDS.values() if k.listed or any(plan.kinds[k.label] for plan in plans)]
+    table = _table(f"state {units} at context length", ("context", *kinds, "total", "full caches", "ratio"))
     for plan in plans:
-        cells = [show(count) for count in (plan.sliding, plan.global_, plan.conv, plan.total, plan.full)]
+        cells = [show(count) for count in (*map(plan.kinds.__getitem__, kinds), plan.total, plan.full)]
         table.add_row(str(plan.context), *cells, f"{plan.full / plan.total:.2f}x" if plan.total else "-")
     return table
 
@@ -99,20 +71,11 @@ def growth_table(growths: Sequence[KindGrowth], layers: int) -> Table:
     return table
 
 
-def facts_table(files: Sequence[FileFacts]) -> Table:
-    columns = ("file", "method", "planned bytes", "kernels outside delegates")
-    table = _table("program files", columns, left=2)
-    for facts in files:
-        sizes = f"{facts.file}: {facts.file_bytes:,} bytes, constants {facts.constant_bytes:,}, "
-        sizes += f"named {facts.named_bytes:,}"
-        for name, method in facts.methods.items():
-            table.add_row(sizes, name, f"{method.planned_bytes:,}", ", ".join(method.operators))
-    return table
-
-
 def description_tables(file: FileDescription) -> list[Table]:
     """What a file says of itself: inputs, states and outputs of every function, its operators, its weights."""
-    values = _table(f"{file.format} program, {file.file_bytes:,} bytes", ("function", "", "name", "dtype", "shape"), 5)
+    values = _table(
+        f"{file.file}, {file.format} program, {file.file_bytes:,} bytes", ("function", "", "name", "dtype", "shape"), 5
+    )
     operators = _table("operators", ("function", "operators"), left=2)
     for function in file.functions:
         for what, rows in (("input", function.inputs), ("state", function.states), ("output", function.outputs)):
@@ -120,9 +83,12 @@ def description_tables(file: FileDescription) -> list[Table]:
                 values.add_row(function.name, what, *row)
         counts = sorted(function.operators.items(), key=lambda item: (-item[1], item[0]))
         operators.add_row(function.name, ", ".join(f"{name} {count}" for name, count in counts))
-    weights = _table("weights", ("precision", "bytes"))
+    weights = _table("bytes", ("", "bytes"))
     for precision, count in file.weight_bytes.items():
         weights.add_row(precision, f"{count:,}")
+    for function in file.functions:
+        if function.planned_bytes is not None:
+            weights.add_row(f"{function.name}, planned beside the states", f"{function.planned_bytes:,}")
     return [values, operators, weights]
 
 
@@ -166,7 +132,7 @@ def bundle_table(manifest: Manifest) -> Table:
         "source": f"{source.name} ({source.kind}), licence: {source.license or 'not stated'}",
         "model": f"{model.family}, {len(model.layers)} layers, vocabulary {model.vocab_size}",
         "context / prefill chunk": f"{manifest.max_context_length} / {manifest.max_prefill_chunk}",
-        "weights": "; ".join(map(_weights, manifest.programs)),
+        "weights": "; ".join(f"{program.format}: {program.weights}" for program in manifest.programs),
         "cache": f"{manifest.cache.caches}, growth: {manifest.cache.growth}, ring slack: {manifest.cache.ring_slack}",
         "versions": ", ".join(f"{name} {number}" for name, number in manifest.versions.items()),
     }
@@ -175,11 +141,6 @@ def bundle_table(manifest: Manifest) -> Table:
     for name, entry in manifest.files.items():
         table.add_row(name, f"{entry.bytes:,} bytes, sha256 {entry.sha256[:16]}…")
     return table
-
-
-def _weights(program: ProgramSpec) -> str:
-    kept = f", int8 in {' '.join(program.keep_int8)}" if program.keep_int8 else ""
-    return f"{program.format}: {program.weights}{kept}"
 
 
 def operators_table(manifest: Manifest) -> Table:

@@ -1,4 +1,4 @@
-"""The tokenizer of a bundle: written beside the programs, loaded back and tried on text before anyone relies on it."""
+"""The tokenizer of a bundle: written beside the programs, loaded back and tested on text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKENIZER = "tokenizer.json"
 _CONFIG, _GENERATION, _TEMPLATE = "tokenizer_config.json", "generation_config.json", "chat_template.jinja"
 _COPIED = (TOKENIZER, _CONFIG, "special_tokens_map.json", _TEMPLATE, _GENERATION)
 
-# One of each thing tokenizers are known to lose: digits, runs of blanks, line ends, bytes outside the vocabulary.
+# Things that tokenizers are known to lose: digits, runs of blanks, line ends, bytes outside the vocabulary.
 ROUND_TRIP_TEXTS = (
     "The quick brown fox jumps over the lazy dog.",
     "It's 1234567, or 3.14; e-mail: a_b@c.org (50%)!",
@@ -139,7 +139,8 @@ def write_tokenizer(checkpoint: Checkpoint, directory: Path) -> TokenizerSpec:
         spec = _copy(checkpoint, directory)
     tokenizer = _load(directory / TOKENIZER, checkpoint.name)
     check_round_trip(tokenizer, checkpoint.name)
-    # Added tokens may lie beyond (Gemma's text models keep the multimodal ones' image token); text never yields them.
+    # Added tokens may lie beyond it (Gemma's text models keep the image token of the multimodal ones); text never
+    # gives them.
     used = {*tokenizer.get_vocab(with_added_tokens=False).values(), *spec.eos_token_ids}
     if max(used) >= checkpoint.spec.vocab_size:
         raise CheckpointError(

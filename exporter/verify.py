@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from exporter.backends import Effort, traits
 from exporter.bundle import Bundle
 from exporter.config import ExportConfig
 from exporter.english import english_ids
@@ -19,7 +19,7 @@ from exporter.errors import BundleError, VerificationError
 from exporter.progress import Detail
 from exporter.reference import TransformersReference
 from exporter.runs import Calls, Run, run
-from exporter.spec import EAGER, FLOAT, Comparison, Format, Manifest, SourceSpec, StateSpec
+from exporter.spec import EAGER, FLOAT, Comparison, Manifest, SourceSpec, StateSpec
 from runtime_ref.programs import load_program
 from runtime_ref.session import Session
 from runtime_ref.state import State
@@ -28,25 +28,6 @@ REFERENCE_FILE = "reference.safetensors"
 TOP = 64
 
 
-class Effort(NamedTuple):
-    """What the full form runs: tokens of text, greedy tokens, the chunk lengths the text goes through in.
-
-    The last `tail` tokens of the text go one by one whatever the chunk, and their NLL is taken; 0 takes that of the
-    whole text from chunks of 1.
-    """
-
-    tokens: int
-    greedy: int
-    chunks: tuple[int, ...]
-    tail: int = 0
-
-
-# The others are interpreted. Core AI's interpreter takes as long for a token as for a chunk of 61.
-EFFORT: dict[Format, Effort] = {
-    "executorch": Effort(1500, 64, (1, 7, 64, 128, 512)),
-    "coreml": Effort(700, 32, (1, 512)),
-    "coreai": Effort(700, 32, (512,), tail=64),
-}
 FLOAT_MAX, FLOAT_MEAN = 1e-2, 1e-3
 SLACK, HALF = 0.02, 1e-3
 """Mean KL divergence, in nats, that is never too much: of a program that rounds from the float model, and of float16
@@ -57,7 +38,7 @@ RECORDED, BASELINE, TRANSFORMERS = "float eager, as recorded", "(eager against f
 class Differences:
     """Collects logit rows ``[V]`` of a program of `format` and of what it is held against, at the same positions."""
 
-    def __init__(self, reference: str, format: Format = "executorch") -> None:
+    def __init__(self, reference: str, format: str) -> None:
         self.reference, self.format = reference, format
         self.largest = self.total = self.divergence = 0.0
         self.count = self.values = self.agreed = 0
@@ -108,7 +89,7 @@ def compare_with_eager(program: Run, eager: Run, original: Run) -> list[Comparis
     if original is not eager:
         # A smoothed model keeps values divided by its factors.
         manifest = program.state.manifest
-        states = manifest.program.format != "executorch" or not manifest.quantization.smooth
+        states = not manifest.program.scaled_states
         comparisons += [compare(FLOAT, program, original, states), compare(BASELINE, eager, original, states)]
     return comparisons
 
@@ -120,7 +101,7 @@ def state_difference(state: State, reference: State) -> float:
     theirs = dict(float_states(reference))
     for spec, ours in float_states(state):
         other = theirs[spec]
-        rows = min(state.length, ours.shape[1], other.shape[1]) if spec.kind != "conv" else ours.shape[1]
+        rows = min(spec.cache_kind.kept_rows(spec, state.length), ours.shape[1], other.shape[1])
         difference = (ours[:, :rows] - other[:, :rows]).abs()
         largest = max(largest, float(difference.nan_to_num(nan=torch.inf).max()))
     return min(largest, torch.finfo(torch.float32).max)  # JSON has no infinity
@@ -221,14 +202,11 @@ def check_same_source(manifest: Manifest, source: SourceSpec, config: ExportConf
     """
     asked: list[tuple[str, object, object]] = [
         ("checkpoint files", source.files, manifest.source.files),
-        ("quantization", config.quantization, manifest.quantization),
         ("cache.dtype", config.cache.caches, manifest.cache.caches),
     ]
     for program in manifest.programs:
-        if program.format != "executorch":
-            options = config.coreml if program.format == "coreml" else config.coreai
-            asked.append((f"{program.format}.weights", options.weights, program.weights))
-            asked.append((f"{program.format}.keep_int8", options.keep_int8, program.keep_int8))
+        options = config.options(program.format).model_dump(mode="json")
+        asked += [(f"{program.format}.{key}", options[key], value) for key, value in program.options.items()]
     for what, got, want in asked:
         if got != want:
             raise BundleError(
@@ -258,7 +236,7 @@ def judge(comparisons: Sequence[Comparison], manifest: Manifest, baseline: float
             expected = f"max |difference| <= {FLOAT_MAX} and mean <= {FLOAT_MEAN}"
         else:
             from_float = c.reference in {FLOAT, RECORDED} or c.reference.startswith(TRANSFORMERS)
-            if not from_float and (c.reference != EAGER or c.format == "executorch"):
+            if not from_float and (c.reference != EAGER or traits(c.format).decoder_is_rounded):
                 continue
             limit = 2 * baseline + (SLACK if from_float else HALF)
             bad = not c.mean_kl_divergence <= limit

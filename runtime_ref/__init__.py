@@ -1,4 +1,4 @@
-"""Runs exported bundles on this machine: the caller's half of the exporter, with its state and its limits."""
+"""Runs exported bundles on this machine: the caller's side, with its state and its limits."""
 
 from runtime_ref.session import Session, load
 

@@ -14,8 +14,10 @@ from rich.table import Table
 
 from exporter.bundle import Bundle, read_bundle
 from exporter.errors import ConfigError, UserError
+from exporter.lengths import parse_lengths
 from exporter.quiet import quieten_libraries
-from runtime_ref.memory import context_costs, mib, planned_usage
+from exporter.units import in_unit
+from runtime_ref.memory import context_costs, planned_usage
 
 if TYPE_CHECKING:
     from runtime_ref.session import Session
@@ -125,13 +127,13 @@ def memory(
     reached = manifest.max_context_length if tokens is None else tokens
     kinds = Table("layers", "number", "rows", "allocated", "used", title=f"Cache after {reached} tokens")
     for kind in planned_usage(manifest, reached):
-        kinds.add_row(
-            kind.kind, str(kind.layers), str(kind.rows), mib(kind.allocated_bytes), mib(kind.used_bytes)
-        )  # fmt: skip
+        sizes = [in_unit(count, "MiB") for count in (kind.allocated_bytes, kind.used_bytes)]
+        kinds.add_row(kind.kind, str(kind.layers), str(kind.rows), *sizes)
     costs = Table("context", "allocated", "full caches", "saved", title="Against full caches")
-    for cost in context_costs(manifest, None if contexts is None else _parse_lengths("--contexts", contexts)):
+    for cost in context_costs(manifest, None if contexts is None else parse_lengths("--contexts", contexts)):
         saved = 1 - cost.allocated_bytes / cost.full_bytes
-        costs.add_row(str(cost.tokens), mib(cost.allocated_bytes), mib(cost.full_bytes), f"{saved:.0%}")
+        sizes = [in_unit(count, "MiB") for count in (cost.allocated_bytes, cost.full_bytes)]
+        costs.add_row(str(cost.tokens), *sizes, f"{saved:.0%}")
     console = Console()
     console.print(kinds)
     console.print(costs)
@@ -159,7 +161,7 @@ def bench(
     from runtime_ref.programs import choose
 
     opened = choose(read_bundle(bundle), format)
-    lengths = [None if text is None else _parse_lengths(name, text) for name, text in (
+    lengths = [None if text is None else parse_lengths(name, text) for name, text in (
         ("--prefills", prefills), ("--contexts", contexts)
     )]  # fmt: skip
     if json_file is not None:
@@ -201,16 +203,6 @@ def _read_ids(path: Path) -> list[int]:
     if not isinstance(content, list) or not all(type(token) is int for token in content):
         raise ConfigError(f"--ids {path}", got="other JSON", expected="one list of integers", repair="Write [1, 2, 3].")
     return content
-
-
-def _parse_lengths(option: str, text: str) -> list[int]:
-    try:
-        lengths = [int(part) for part in text.split(",")]
-    except ValueError:
-        lengths = []
-    if not lengths or min(lengths) < 1:
-        raise ConfigError(option, got=repr(text), expected="positive integers with commas", repair="Write 512,2048.")
-    return lengths
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,11 +1,11 @@
-"""How fast a bundle runs here, what it takes in memory, and how far that is from what the memory could deliver.
+"""Speed and memory of a bundle on this machine, and how near its decoding comes to the memory's bandwidth.
 
-A decoded token has to read every weight and the live cache once: their bytes over the bandwidth measured in the same
-run are the least time it can take.
+A decoded token must read every weight and the live cache once: their bytes over the bandwidth measured in the same run
+are the least time it can take.
 
-Memory is counted both ways: the peak of all that is resident, and apart, after each length, what the process wrote
+Memory is counted in two ways: the peak of all that is resident, and after each length apart what the process wrote
 (anonymous) and pages of files, which the system can drop. ExecuTorch's Python binding locks what it reads of a file, as
-far as it may, so that all of the file is resident; an app maps its program without locking.
+far as it may, so all of the file is resident; an app maps its program without locking.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from torch import Tensor
 from exporter.bundle import Bundle
 from exporter.english import english_text
 from exporter.errors import ConfigError, RuntimeLimitError
+from exporter.lengths import BENCH_CONTEXTS, BENCH_PREFILLS
 from exporter.machine import ResidentParts, peak_memory_bytes, resident_bytes, resident_parts
-from exporter.spec import Manifest
+from exporter.units import BYTES
 from runtime_ref.programs import load_program, prepare_runtime
 from runtime_ref.sampling import best
 from runtime_ref.score import score
 from runtime_ref.session import Session
 from runtime_ref.tokenizer import Tokenizer
 
-PREFILLS, CONTEXTS = (128, 512, 2048), (128, 512, 2048, 8192, 32000)
 FIRST_PROMPT = 128
 REPEATS, DECODED = 3, 32
 SCORE_PREFIX, SCORED = 512, 1000
-BANDWIDTH_BYTES, BANDWIDTH_PASSES = 2**30, 5
+BANDWIDTH_BYTES, BANDWIDTH_PASSES = BYTES["GiB"], 5
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Length:
         prefill: tokens a second from an empty cache, the median of the repeats.
         decode: greedy tokens a second after them, by the median token; None if it was not asked for.
         live_bytes: rows of state in use.
-        limit: decoded tokens a second if reading weights and live state once were all that took time.
+        limit: decoded tokens a second if only reading weights and live state once took time.
         peak_bytes: the process's peak so far; lengths are measured from the shortest to the longest.
         resident: what is resident after this length, in its parts; None on systems that do not tell.
     """
@@ -119,7 +119,7 @@ def bench(
     """
     manifest = bundle.manifest
     limit = manifest.max_context_length - DECODED
-    prefills, contexts = _fitting(prefills, PREFILLS, limit), _fitting(contexts, CONTEXTS, limit)
+    prefills, contexts = _fitting(prefills, BENCH_PREFILLS, limit), _fitting(contexts, BENCH_CONTEXTS, limit)
     if threads < 1:
         raise ConfigError("bench --threads", got=str(threads), expected="1 or more", repair="Take the cores you have.")
     ids = (list(ids) * (limit // len(ids) + 1))[:limit]
@@ -142,7 +142,7 @@ def bench(
     peak = peak_memory_bytes()
     nll, scored = _score(session, ids, watch) if scoring else (None, 0)
 
-    rate = bandwidth(threads)  # last: its memory is no part of the peak
+    rate = bandwidth(threads)  # last: its memory is not part of the peak
     weights = token_bytes(bundle)
     recorded = manifest.from_float
     return Bench(
@@ -170,9 +170,9 @@ def bench(
 
 
 def english_tokens(bundle: Bundle) -> list[int]:
-    """English text as the bundle's tokenizer cuts it, BOS included where the model wants one.
+    """English text in tokens of the bundle's tokenizer, BOS included where the model wants one.
 
-    Another process does it: a tokenizer leaves memory behind that the program would be given, and not be seen to need.
+    Runs in another process: memory that a tokenizer frees would be reused by the program and hide what it needs.
 
     Raises:
         BundleError: the bundle has no usable tokenizer.
@@ -255,27 +255,6 @@ def program_bytes(bundle: Bundle) -> int:
 
 
 def token_bytes(bundle: Bundle) -> int:
-    """What a decoded token reads of the program: all of it but the rows that only an embedding gathers, of which it
-    reads one. (For a mixture of experts that is more than a token reads.)"""
-    return program_bytes(bundle) - _embedding_bytes(bundle.manifest)
-
-
-def _embedding_bytes(manifest: Manifest) -> int:
-    """Of an embedding that is not the head's table; where it is, what four bits of that leave over for it (see
-    `exporter.quantization.tables`)."""
-    rows, width = manifest.model.vocab_size, manifest.model.hidden_size
-    grids, tied = manifest.quantization, manifest.model.tie_word_embeddings
-    executorch = manifest.program.format == "executorch"
-    if not tied or (executorch and (grids.head == "none") != (grids.embedding == "none")):
-        return int(rows * width * _bytes_a_weight(manifest))
-    if not executorch or (grids.head, grids.embedding) != ("int4", "int8"):
-        return 0
-    nibbles, scales = width // 2, 2 * width // grids.group_size
-    return max(rows - grids.head_int8_rows, 0) * (nibbles + scales)
-
-
-def _bytes_a_weight(manifest: Manifest) -> float:
-    """Of an embedding that is no head, without its scales."""
-    if manifest.program.format == "executorch":
-        return {"none": 4.0, "int8": 1.0, "int4": 0.5}[manifest.quantization.embedding]
-    return {"float32": 4.0, "float16": 2.0, "int8": 1.0}.get(manifest.program.weights, 0.5)
+    """What a decoded token reads of the program: all of it but the weights it does not go through, as its recipe says.
+    (Of a mixture of experts a program goes through all.)"""
+    return program_bytes(bundle) - bundle.manifest.program.recipe.unread_bytes

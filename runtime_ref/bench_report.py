@@ -13,6 +13,7 @@ from rich.table import Table
 
 from exporter.errors import ConfigError
 from exporter.machine import machine
+from exporter.units import in_unit
 from runtime_ref.bench import Bench, Length
 
 PACKAGES = ("ring-exporter", "torch", "executorch", "coreai-core")
@@ -52,7 +53,7 @@ def write_json(path: Path, found: Bench) -> None:
 
 
 def mb(size: float) -> str:
-    return f"{size / 1e6:.1f} MB"
+    return in_unit(size, "MB", 1)
 
 
 def tables(found: Bench) -> tuple[Table, Table]:
@@ -70,7 +71,7 @@ def tables(found: Bench) -> tuple[Table, Table]:
         "program": mb(found.program_bytes),
         "bare process": mb(found.bare_bytes),
         "peak above it": mb(found.peak_bytes - found.bare_bytes),
-        "memory bandwidth": f"{found.bandwidth / 1e9:.1f} GB/s",
+        "memory bandwidth": f"{in_unit(found.bandwidth, 'GB', 1)}/s",
         "NLL": "not measured" if found.nll is None else f"{found.nll:.4f} over {found.scored} tokens",
         "KL from float, recorded at export": (
             "not recorded" if found.export_kl is None else f"{found.export_kl:.4f} over {found.export_positions} tokens"

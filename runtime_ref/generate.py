@@ -12,7 +12,7 @@ from runtime_ref.tokenizer import TextStream, Tokenizer
 
 
 class Generation:
-    """Iterate over it for the text, piece by piece, every piece whole characters; afterwards it says what happened.
+    """Iterate over it for the text, in pieces of whole characters; afterwards its attributes say what happened.
 
     Attributes:
         tokens: the generated ids, a final EOS not among them.

@@ -1,4 +1,4 @@
-"""What the caller's state costs, by kind of layer, from the manifest's numbers alone. Imports no torch."""
+"""The memory of the caller's state, by kind of layer, computed from the manifest. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from exporter.errors import RuntimeLimitError
-from exporter.spec import Manifest, StateSpec
-
-LAYER_KINDS = {"ring": "sliding", "full": "global", "conv": "conv"}
-DEFAULT_CONTEXTS = (512, 2048, 8192, 32768)
+from exporter.lengths import usual_contexts
+from exporter.spec import KINDS, Manifest, StateSpec
 
 
 @dataclass(frozen=True)
@@ -36,12 +34,12 @@ def usage(states: Sequence[StateSpec], rows: Sequence[int], used_rows: Sequence[
     """Sum up `states`, of which state i has ``rows[i]`` rows allocated and ``used_rows[i]`` in use."""
     entries = list(zip(states, rows, used_rows, strict=True))
     report = []
-    for kind, name in LAYER_KINDS.items():
-        own = [entry for entry in entries if entry[0].kind == kind]
+    for kind in KINDS.values():
+        own = [entry for entry in entries if entry[0].kind == kind.name]
         if own:
             report.append(
                 KindUsage(
-                    kind=name,
+                    kind=kind.label,
                     layers=len({layer for spec, _, _ in own for layer in spec.layers}),
                     rows=max(allocated for _, allocated, _ in own),
                     allocated_bytes=sum(spec.bytes(allocated) for spec, allocated, _ in own),
@@ -65,12 +63,13 @@ def planned_usage(manifest: Manifest, tokens: int) -> tuple[KindUsage, ...]:
             repair="Ask for a length the bundle can reach, or export it with a longer context.",
         )
     rows = [planned_rows(manifest, spec, tokens) for spec in manifest.states]
-    return usage(manifest.states, rows, [min(tokens, allocated) for allocated in rows])
+    used = [spec.cache_kind.used_rows(spec, tokens, tokens) for spec in manifest.states]
+    return usage(manifest.states, rows, used)
 
 
 def planned_rows(manifest: Manifest, spec: StateSpec, tokens: int) -> int:
-    """The rows of one state after `tokens` tokens: a full state grows by the steps of the bundle's policy, the others
-    are at their `max_rows` from the start."""
+    """The rows of one state after `tokens` tokens: one that grows does so by the steps of the bundle's policy, the
+    others are at their `max_rows` from the start."""
     return manifest.cache.grown_rows(spec.rows, tokens, spec.max_rows)
 
 
@@ -80,17 +79,9 @@ def context_costs(manifest: Manifest, contexts: Sequence[int] | None = None) -> 
     Raises:
         RuntimeLimitError: a context beyond the bundle's.
     """
-    if contexts is None:
-        limit = manifest.max_context_length
-        contexts = [*(tokens for tokens in DEFAULT_CONTEXTS if tokens < limit), limit]
     costs = []
-    for tokens in contexts:
+    for tokens in usual_contexts(manifest.max_context_length) if contexts is None else contexts:
         allocated = sum(kind.allocated_bytes for kind in planned_usage(manifest, tokens))
-        full = sum(spec.bytes() if spec.kind == "conv" else spec.bytes(tokens) for spec in manifest.states)
+        full = sum(spec.bytes(spec.cache_kind.full_rows(spec.rows, tokens)) for spec in manifest.states)
         costs.append(ContextCost(tokens=tokens, allocated_bytes=allocated, full_bytes=full))
     return tuple(costs)
-
-
-def mib(size: int) -> str:
-    """Bytes as binary megabytes: ``"1.50 MiB"``."""
-    return f"{size / 2**20:.2f} MiB"

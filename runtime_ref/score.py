@@ -1,4 +1,4 @@
-"""Teacher-forced scores: what a bundle says of a given sequence, position by position."""
+"""Teacher-forced scores of a given sequence, position by position."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def score(
 ) -> dict[str, np.ndarray]:  # fmt: skip
     """Run `ids` through a fresh `session`, the first `prefill` of them in chunks of `chunk`, the others one by one.
 
-    `watch` is shown what a session's observer is: positions and logits, of which none need be kept.
+    `watch` is called as a session's observer is, with positions and logits, so that none need be kept.
 
     Returns:
         For each of the n positions whose logits a program produced (the last of every prefill chunk, then every one):

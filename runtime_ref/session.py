@@ -1,4 +1,4 @@
-"""A conversation with one bundle: chunked prefill, decode, prefix reuse, and every limit checked beforehand."""
+"""A conversation with one bundle: chunked prefill, decode, prefix reuse; limits are checked before a program runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from exporter.bundle import read_bundle
 from exporter.errors import RuntimeLimitError
-from exporter.spec import Manifest
+from exporter.spec import Manifest, program_for
 from runtime_ref.programs import Program, choose, load_program
 from runtime_ref.state import State
 
@@ -71,7 +71,7 @@ class Session:
         return self._run([token], 1)
 
     def check(self, ids: Sequence[int], chunk: int | None = None, *, offset: int = 0) -> None:
-        """Say whether `ids` could run after `offset` tokens, without running them. Raises as `prefill`."""
+        """Check that `ids` could run after `offset` tokens, without running them. Raises as `prefill`."""
         limit, vocab, largest = (
             self.manifest.max_context_length, self.manifest.model.vocab_size, self.manifest.max_prefill_chunk
         )  # fmt: skip
@@ -140,7 +140,7 @@ class Session:
                 piece = ids[start : start + chunk]
                 seq_len = self.length + len(piece)
                 logits = self.program.run(
-                    "main" if len(piece) == 1 else "prefill",
+                    program_for(len(piece)).name,
                     torch.tensor([piece], dtype=torch.int64),
                     self._positions[:seq_len].unsqueeze(0),
                     self.state.tensors,

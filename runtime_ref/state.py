@@ -14,7 +14,8 @@ from torch import Tensor
 
 from exporter.errors import RuntimeLimitError
 from exporter.spec import Manifest, StateSpec
-from runtime_ref.memory import KindUsage, mib, planned_rows, usage
+from exporter.units import in_unit
+from runtime_ref.memory import KindUsage, planned_rows, usage
 from runtime_ref.state_file import read_state, write_state
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
@@ -31,7 +32,7 @@ def unwritten(spec: StateSpec, rows: int | None = None) -> Tensor:
 
 @dataclass(frozen=True)
 class Growth:
-    """The full states went from `from_rows` to `to_rows` rows to hold `seq_len` tokens."""
+    """The growing states went from `from_rows` to `to_rows` rows to hold `seq_len` tokens."""
 
     seq_len: int
     from_rows: int
@@ -41,28 +42,13 @@ class Growth:
 class State:
     """Every tensor that the programs write, and the tokens they were written for.
 
-    `tensors` stand in the order of ``manifest.states``, contiguous. Ring and convolution states keep their rows for
-    ever; full states start small and grow by the bundle's policy.
+    `tensors` stand in the order of ``manifest.states``, contiguous. States that grow start small and do so by the
+    bundle's policy; the others keep their rows for ever.
 
-    **Rewinding.** Dropping tokens moves no data: the next call simply starts at an earlier position L, and the rows of
-    the dropped positions go stale where they lie. What a ring of C rows and window W still holds is decided by the
-    high-water mark M, the most tokens this state has ever held: writing position p overwrote position p - C, and no
-    rewind brings that back, so the oldest resident position is max(0, M - C), even after rewinding and writing
-    again (positions L..M-1 only replace their own stale rows). Position L attends to max(0, L - W + 1)..L - 1, and
-    later ones to nothing older, so a rewind to L > 0 is exact iff the ring never wrapped (M <= C), or
-    ``L >= M - C + W - 1``, or W == 1, where nothing before L is attended to.
-
-    Stale rows then cannot be seen:
-
-    - A mask by position (`prefill`, and `main` when C > W) takes slot j to hold the newest position p <= newest with
-      p % C == j. For a slot with a stale row that is a position of the last C, of which those inside the window are
-      resident by the rule above, so the stale one lies outside the window or is negative, and is masked.
-    - `main` with C == W has no mask and attends to the first min(S, W) slots. A ring that never wrapped has its stale
-      rows at slots >= L, and they are written before S reaches them. A wrapped one may only go back to M - 1, whose
-      one stale row is the very slot that the next token overwrites before it attends.
-    - Full states attend to rows below S, each written again before S reaches it.
-
-    A convolution's state is its last inputs, shifted along with every token: it can only go back to the start.
+    **Rewinding.** Dropping tokens moves no data: the next call simply starts at an earlier position, and the rows of
+    the dropped positions go stale where they lie. How far back that is exact each state's kind says (`exporter.kinds`,
+    with the reason why no stale row is seen then), from the tokens seen and the high-water mark, the most this state
+    has ever held. What a kind has lost comes back from a fork or a file alone; the start is always within reach.
     """
 
     def __init__(self, manifest: Manifest) -> None:
@@ -83,7 +69,7 @@ class State:
         return len(self.tokens)
 
     def ensure_rows(self, seq_len: int) -> None:
-        """Grow the full states to hold `seq_len` tokens; their rows are copied as they are."""
+        """Grow the states that grow to hold `seq_len` tokens; their rows are copied as they are."""
         growing = self._first_growing
         if growing is None or seq_len <= self.tensors[growing].shape[1]:  # they grow together
             return
@@ -127,12 +113,9 @@ class State:
             self.reset()
             return
         if count > self.max_rewind:
-            if any(spec.kind == "conv" for spec in self.manifest.states):
-                reason, repair = "a convolution keeps no history", "Start over with reset()."
-            else:
-                oldest = self._oldest(max(self.manifest.states, key=self._earliest))
-                reason = f"position {oldest} is the oldest still resident in the sliding layers"
-                repair = "Start over with reset(), or export with more `ring_slack`."
+            # Of those that hold it back alike, one that never goes back is the one to blame.
+            held_by = max(self.manifest.states, key=lambda spec: (self._earliest(spec), not spec.cache_kind.rewinds))
+            reason, repair = held_by.cache_kind.lost(held_by, self.high_water)
             raise RuntimeLimitError(
                 "rewind",
                 got=f"{count} tokens",
@@ -141,29 +124,15 @@ class State:
             )
         del self.tokens[-count:]
 
-    def _rows_in_use(self, spec: StateSpec) -> int:
-        """The first rows, all that hold anything."""
-        return self.length if spec.kind == "full" else spec.rows
-
     def _copied(self, spec: StateSpec, tensor: Tensor, rows: int) -> Tensor:
         """What `tensor` holds, in a state of its own of `rows` rows."""
-        copied, used = unwritten(spec, rows), self._rows_in_use(spec)
-        copied[:, :used] = tensor[:, :used]
+        copied, kept = unwritten(spec, rows), spec.cache_kind.kept_rows(spec, self.length)
+        copied[:, :kept] = tensor[:, :kept]
         return copied
-
-    def _oldest(self, spec: StateSpec) -> int:
-        """The oldest position whose row is still there."""
-        return max(0, self.high_water - spec.rows) if spec.kind == "ring" else 0
 
     def _earliest(self, spec: StateSpec) -> int:
         """The earliest length > 0 this state can go back to; 0 when every length will do."""
-        if spec.kind == "conv":
-            return self.length
-        oldest = self._oldest(spec)
-        if oldest == 0 or spec.window == 1:
-            return 0
-        assert spec.window is not None  # only rings lose rows
-        return oldest + spec.window - 1
+        return spec.cache_kind.earliest(spec, self.length, self.high_water)
 
     def fork(self) -> State:
         """An independent copy."""
@@ -176,13 +145,13 @@ class State:
         return other
 
     def save(self, path: Path | str) -> None:
-        """Write the state and its tokens to a safetensors file, of full states only the rows in use.
+        """Write the state and its tokens to a safetensors file, of each state the rows it takes to go on.
 
         Raises:
             StateFileError: the file cannot be written; an older file at `path` is then still there.
         """
         tensors = {
-            spec.name: tensor[:, : self._rows_in_use(spec)]
+            spec.name: tensor[:, : spec.cache_kind.kept_rows(spec, self.length)]
             for spec, tensor in zip(self.manifest.states, self.tensors, strict=True)
         }
         write_state(Path(path), self.manifest, tensors, self.tokens, self.high_water)
@@ -204,15 +173,15 @@ class State:
     def memory(self) -> tuple[KindUsage, ...]:
         """Bytes allocated and used, by kind of layer."""
         rows = [tensor.shape[1] for tensor in self.tensors]
-        used = [min(max(0, self.length - self._oldest(spec)), spec.max_rows) for spec in self.manifest.states]
-        return usage(self.manifest.states, rows, used)
+        states, reached = self.manifest.states, (self.length, self.high_water)
+        return usage(states, rows, [spec.cache_kind.used_rows(spec, *reached) for spec in states])
 
     def report(self) -> str:
         """One line for a log."""
         kinds = self.memory()
         parts = [f"[kv] {self.length} tokens"]
-        parts += [f"{k.kind} {k.layers} x {k.rows} rows {mib(k.allocated_bytes)}" for k in kinds]
+        parts += [f"{k.kind} {k.layers} x {k.rows} rows {in_unit(k.allocated_bytes, 'MiB')}" for k in kinds]
         allocated, used = sum(k.allocated_bytes for k in kinds), sum(k.used_bytes for k in kinds)
-        parts.append(f"total {mib(allocated)}, {mib(used)} used")
+        parts.append(f"total {in_unit(allocated, 'MiB')}, {in_unit(used, 'MiB')} used")
         parts.append(f"grown {len(self.growths)} times")
         return " | ".join(parts)

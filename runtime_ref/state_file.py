@@ -1,4 +1,4 @@
-"""The file a conversation is kept in: safetensors with a version and a fingerprint of the model."""
+"""The file of a saved conversation: safetensors with a version and a fingerprint of the model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -19,6 +19,8 @@ from exporter.spec import Manifest
 
 STATE_VERSION = "1"
 _TOKENS = "tokens"
+_DTYPES = {"F32": "float32", "F16": "float16", "I8": "int8", "I64": "int64"}
+"""In the words of manifests."""
 
 
 class StateFileError(UserError):
@@ -26,9 +28,9 @@ class StateFileError(UserError):
 
 
 def fingerprint(manifest: Manifest) -> str:
-    """SHA-256 over everything that makes a state meaningless elsewhere: model, states, weights, quantisation."""
-    identity = manifest.model_dump(mode="json", include={"model", "quantization"})
-    identity["program"] = manifest.program.model_dump(mode="json", include={"format", "weights", "states"})
+    """SHA-256 over all that a state depends on: model, states, weights, quantisation."""
+    identity = manifest.model_dump(mode="json", include={"model"})
+    identity["program"] = manifest.program.model_dump(mode="json", include={"format", "options", "states"})
     identity["weights"] = manifest.source.files
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
@@ -53,10 +55,11 @@ def write_state(
 
 
 def read_state(path: Path, manifest: Manifest) -> tuple[dict[str, Tensor], list[int], int]:
-    """Read a file that `write_state` wrote for this very model.
+    """Read a file that `write_state` wrote for this very model. Nothing of it is read into memory before its header
+    says that it is one: every tensor that the kinds of the states keep, in their shape and dtype, and no other.
 
     Returns:
-        The tensors by state name (full states cut to the tokens seen), the tokens, the high-water mark.
+        The tensors by state name (of each state the rows that its kind keeps), the tokens, the high-water mark.
 
     Raises:
         StateFileError: no such file, a damaged one, another version or another model.
@@ -64,16 +67,40 @@ def read_state(path: Path, manifest: Manifest) -> tuple[dict[str, Tensor], list[
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
+            if metadata.get("version") != STATE_VERSION:
+                raise _error(path, f"state version {metadata.get('version')}", "Run the prompt again and save anew.")
+            if metadata.get("fingerprint") != fingerprint(manifest):
+                raise _error(path, "the state of another model", "Load it into the bundle that wrote it.")
+            # Whoever has the bundle can compute its fingerprint.
+            held = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
+            found = {name: (tuple(one.get_shape()), _DTYPES.get(one.get_dtype())) for name, one in held.items()}
+            if wrong := _wrong_tensor(found, manifest):
+                raise _error(path, wrong, "Name a file that `save` wrote.")
+            tensors = {name: file.get_tensor(name) for name in found}
     except (OSError, SafetensorError) as error:
         raise _error(path, f"a file that cannot be read ({error})", "Name a file that `save` wrote.") from error
-    if metadata.get("version") != STATE_VERSION:
-        raise _error(path, f"state version {metadata.get('version')}", "Run the prompt again and save anew.")
-    if metadata.get("fingerprint") != fingerprint(manifest):
-        raise _error(path, "the state of another model", "Load it into the bundle that wrote it.")
-    # The fingerprint holds, so we wrote this file: what is in it is ours.
     tokens: list[int] = tensors.pop(_TOKENS).tolist()
-    return tensors, tokens, int(metadata["high_water"])
+    high_water = metadata.get("high_water", "")
+    if not all(0 <= token < manifest.model.vocab_size for token in tokens):
+        raise _error(path, "tokens outside the vocabulary", "Name a file that `save` wrote.")
+    marks = range(len(tokens), manifest.max_context_length + 1)
+    if not high_water.isdecimal() or int(high_water) not in marks:
+        raise _error(path, f"high-water mark {high_water!r}", "Name a file that `save` wrote.")
+    return tensors, tokens, int(high_water)
+
+
+def _wrong_tensor(found: Mapping[str, tuple[tuple[int, ...], str | None]], manifest: Manifest) -> str | None:
+    """The first that is not what was saved, of shapes and dtypes by name."""
+    shape, dtype = found.get(_TOKENS, ((), None))
+    if dtype != "int64" or len(shape) != 1 or shape[0] > manifest.max_context_length:
+        return f"{_TOKENS} {list(shape)} {dtype}"
+    wanted = {spec.name: spec.cache_kind.saved_as(spec, shape[0]) for spec in manifest.states}
+    for name, one in wanted.items():
+        if found.get(name) != one:
+            got = f"{name} {list(found[name][0])} {found[name][1]}" if name in found else f"no {name}"
+            return f"{got} where {list(one[0])} {one[1]} was saved"
+    others = found.keys() - wanted.keys() - {_TOKENS}
+    return f"also {', '.join(sorted(others))}" if others else None
 
 
 def _error(path: Path, got: str, repair: str) -> StateFileError:

@@ -34,11 +34,7 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`. BOS comes from the manifest alone, so it cannot come twice, whether the text (a
         rendered chat template) begins with it or the tokenizer's own post-processing would have added it."""
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        bos = self.spec.bos_token_id
-        if self.spec.add_bos and bos is not None and ids[:1] != [bos]:
-            return [bos, *ids]
-        return ids
+        return self.spec.with_bos(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of `messages` (``role``, ``content``) rendered by the chat template, ready for the answer.
@@ -46,7 +42,7 @@ class Tokenizer:
         Raises:
             BundleError: the bundle has no chat template, or it refuses the messages.
         """
-        # Renders in jinja's immutable sandbox: a template is code from a stranger.
+        # Rendered in jinja's immutable sandbox: a template is untrusted code.
         from jinja2.exceptions import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -88,8 +84,8 @@ def _text(token: object) -> object:
 class TextStream:
     """Turns tokens into text one by one, and holds back bytes that do not yet make a whole character.
 
-    Each step decodes only the tokens since the last whole character, behind those of the step before, because
-    tokenizers treat the first token of a text in a way of its own (a stripped leading space).
+    Each step decodes the tokens since the last whole character, preceded by those of the step before, because
+    tokenizers treat the first token of a text differently (a stripped leading space).
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

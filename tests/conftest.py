@@ -1,14 +1,22 @@
-"""Bundles exported once a session from tiny random checkpoints, by the command everybody uses."""
+"""Bundles exported once a run from tiny random checkpoints, by the command everybody uses."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    # The workers share the cores. OpenMP reads this when torch is imported.
+    os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))
+
 import pytest
 import yaml
+from filelock import FileLock
 from hypothesis import settings
 from tiny_checkpoints import tiny_model
 from toy import BOS, EOS, VOCAB, byte_tokenizer
@@ -16,6 +24,8 @@ from toy import BOS, EOS, VOCAB, byte_tokenizer
 from exporter import pipeline
 from exporter.config import load_config
 from exporter.progress import Progress
+
+pytest_plugins = ["skips"]
 
 # Equal examples in every run: what CI finds, everybody finds.
 settings.register_profile("fixed", derandomize=True)
@@ -62,19 +72,41 @@ def write_config(path: Path, checkpoint: Path, /, **changes: Any) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("gemma"), GEMMA)
+def once(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Callable[..., Path]:
+    """Fills a folder once a run, whichever of pytest-xdist's workers asks first: the others wait for it."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if hasattr(request.config, "workerinput") else base
+
+    def folder(name: str, fill: Callable[[Path], object]) -> Path:
+        place, partial = base / f"once-{name}", base / f"once-{name}.partial"
+        with FileLock(base / f"once-{name}.lock"):
+            if not place.exists():
+                shutil.rmtree(partial, ignore_errors=True)  # of a worker that failed
+                partial.mkdir()
+                fill(partial)
+                partial.rename(place)
+        return place
+
+    return folder
 
 
 @pytest.fixture(scope="session")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Exports a checkpoint and returns the bundle; its YAML stands beside it as ``<bundle>.yaml``."""
+def tiny_checkpoint(once: Callable[..., Path]) -> Path:
+    return once("gemma", lambda folder: write_checkpoint(folder, GEMMA))
+
+
+@pytest.fixture(scope="session")
+def exported(once: Callable[..., Path]) -> Callable[..., Path]:
+    """Exports a checkpoint and returns the bundle; its YAML stands beside it as ``<bundle>.yaml``. Equal exports are
+    one: a test that changes a bundle takes a copy."""
 
     def run(checkpoint: Path, name: str, **changes: Any) -> Path:
-        folder = tmp_path_factory.mktemp(name)
-        config = write_config(folder / f"{name}.yaml", checkpoint, **changes)
-        pipeline.export(load_config(config), folder / name, Progress.silent())
-        return folder / name
+        def fill(folder: Path) -> None:
+            config = write_config(folder / f"{name}.yaml", checkpoint, **changes)
+            pipeline.export(load_config(config), folder / name, Progress.silent())
+
+        identity = hashlib.sha256(json.dumps([str(checkpoint), changes], sort_keys=True).encode()).hexdigest()
+        return once(f"{name}-{identity[:8]}", fill) / name
 
     return run
 
@@ -92,14 +124,14 @@ def slack_bundle(exported: Callable[..., Path], tiny_checkpoint: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def llama_bundle(exported: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def llama_bundle(exported: Callable[..., Path], once: Callable[..., Path]) -> Path:
     """All-global, untied head."""
-    return exported(write_checkpoint(tmp_path_factory.mktemp("llama"), LLAMA), "llama")
+    return exported(once("llama_checkpoint", lambda folder: write_checkpoint(folder, LLAMA)), "llama")
 
 
 @pytest.fixture(scope="session")
 def int8_bundle(exported: Callable[..., Path], tiny_checkpoint: Path) -> Path:
-    return exported(tiny_checkpoint, "int8", quantization="accurate")
+    return exported(tiny_checkpoint, "int8", executorch={"quantization": "accurate"})
 
 
 @pytest.fixture(scope="session")
@@ -125,9 +157,9 @@ def int8_global_cache_bundle(exported: Callable[..., Path], tiny_checkpoint: Pat
 
 @pytest.fixture(scope="session")
 def int4_bundle(exported: Callable[..., Path], tiny_checkpoint: Path) -> Path:
-    return exported(tiny_checkpoint, "int4", quantization=INT4)
+    return exported(tiny_checkpoint, "int4", executorch={"quantization": INT4})
 
 
 @pytest.fixture(scope="session")
 def mixed_bundle(exported: Callable[..., Path], tiny_checkpoint: Path) -> Path:
-    return exported(tiny_checkpoint, "mixed", quantization=MIXED)
+    return exported(tiny_checkpoint, "mixed", executorch={"quantization": MIXED})

@@ -9,17 +9,19 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
+from recipes import recipe_of
 
 pytest.importorskip("coreai_torch")  # whoever imports this is skipped where there is no such package
 
 from exporter.backends import Built
-from exporter.backends.coreai import build
+from exporter.backends.coreai.build import build
+from exporter.backends.coreai.options import CoreAIOptions
+from exporter.backends.coreai.runtime import AimodelProgram
 from exporter.cache.plain import PlainKernels
 from exporter.model.decoder import Decoder
 from exporter.programs import Limits
 from exporter.progress import Detail
-from exporter.spec import CachePolicy, CoreAIOptions, ModelSpec, StateSpec, state_specs
-from runtime_ref.programs.aimodel import AimodelProgram
+from exporter.spec import CachePolicy, ModelSpec, StateSpec, state_specs
 
 CONTEXT, CHUNK = 64, 24
 LIMITS = Limits(max_context_length=CONTEXT, max_prefill_chunk=CHUNK)
@@ -42,7 +44,8 @@ def build_into(
     decoder: Decoder, directory: Path, weights: str = "float32", limits: Limits = LIMITS, **more: object
 ) -> Built:
     options = CoreAIOptions.model_validate({"weights": weights, **more})
-    return build(decoder, limits, options, directory, silent_step)
+    recipe = recipe_of(decoder.spec, options)
+    return build(decoder, limits, options, recipe, directory=directory, step=silent_step)
 
 
 class Pair:

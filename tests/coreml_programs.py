@@ -7,16 +7,18 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Literal
 
+from recipes import recipe_of
 from tiny_models import SPECS, randomize
 
 from exporter.backends import Built
-from exporter.backends.coreml import build, kernels
-from exporter.backends.coreml.program import PROGRAM_FILE, interface_of
+from exporter.backends.coreml.build import build, interface_of, kernels
+from exporter.backends.coreml.options import CoreMLOptions
+from exporter.backends.coreml.traits import TRAITS
 from exporter.graph.contract import ProgramContract
 from exporter.model.decoder import Decoder
-from exporter.programs import METHODS, Limits
+from exporter.programs import Limits
 from exporter.progress import Progress
-from exporter.spec import CachePolicy, CoreMLOptions, ModelSpec, state_specs
+from exporter.spec import PROGRAMS, CachePolicy, ModelSpec, state_specs
 
 CONTEXT, CHUNK = 96, 40  # chunks are up to five times the window
 LIMITS = Limits(max_context_length=CONTEXT, max_prefill_chunk=CHUNK)
@@ -37,9 +39,12 @@ def built(
     directory = Path(mkdtemp(prefix="coreml"))
     decoder = coreml_decoder(SPECS[name], slack=slack)
     options = CoreMLOptions(weights=weights, keep_int8=keep_int8)
-    result = build(decoder, LIMITS, options, directory, Progress.silent().step)
-    return decoder, result, directory / PROGRAM_FILE
+    recipe = recipe_of(decoder.spec, options)
+    result = build(decoder, LIMITS, options, recipe, directory=directory, step=Progress.silent().step)
+    return decoder, result, directory / TRAITS.file
 
 
 def contracts_of(decoder: Decoder) -> list[ProgramContract]:
-    return [ProgramContract(method, interface_of(decoder, method, LIMITS), decoder.states) for method in METHODS]
+    return [
+        ProgramContract(name, interface_of(decoder, kind, LIMITS), decoder.states) for name, kind in PROGRAMS.items()
+    ]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from runtime_ref.programs.mlpackage.operators import OPERATORS
+from exporter.backends.coreml.evaluator.operators import OPERATORS
 
 FLOATS = ("float16", "float32")
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime_ref.programs.mlpackage.protobuf import messages
+from exporter.backends.coreml.evaluator.protobuf import messages
 
 TYPE_NUMBERS = {
     "bool": 1, "string": 2, "fp16": 10, "fp32": 11, "int8": 21, "int16": 22, "int32": 23, "int4": 25, "uint8": 31,

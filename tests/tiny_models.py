@@ -47,7 +47,7 @@ def one_thread() -> Iterator[None]:
 def kernels_named(name: str) -> CacheKernels:
     if name == "plain":
         return PlainKernels()
-    from exporter.backends.executorch.cache import ExecutorchKernels, StockKernels
+    from exporter.backends.executorch.kernels import ExecutorchKernels, StockKernels
 
     return ExecutorchKernels() if name == "executorch" else StockKernels()
 

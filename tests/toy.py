@@ -7,17 +7,20 @@ positions and look rows up one by one; the oracle recomputes the whole sequence 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
 import tokenizers
 import torch
+from recipes import recipe_of
 from torch import Tensor
 
+from exporter.backends.executorch.options import ExecutorchOptions
 from exporter.bundle import Bundle, write_bundle
 from exporter.spec import (
+    PROGRAMS,
     AttentionSpec,
     CachePolicy,
     LayerSpec,
@@ -25,14 +28,14 @@ from exporter.spec import (
     MethodSpec,
     MLPSpec,
     ModelSpec,
+    ProgramKind,
     ProgramSpec,
-    QuantizationSpec,
     ShortConvSpec,
     SourceSpec,
     TokenizerSpec,
     state_specs,
 )
-from runtime_ref.programs.eager import EagerProgram
+from runtime_ref.programs import EagerProgram
 
 DIM, KERNEL = 8, 3
 BOS, EOS, END_OF_TURN = 256, 257, 258
@@ -61,19 +64,24 @@ def toy_manifest(
         max_position_embeddings=context,
     )  # fmt: skip
     policy = CachePolicy(dtype=dtype, ring_slack=slack, initial_rows=4)
-    method = MethodSpec(inputs=(), outputs=(), dims={}, mutates=())
+    methods = {
+        name: MethodSpec(
+            write_first=kind.write_first, logits=kind.logits, inputs=(), outputs=(), dims={}, mutates=()
+        )
+        for name, kind in PROGRAMS.items()
+    }  # fmt: skip
     return Manifest(
         name="toy", created="2026-01-01T00:00:00Z", model=model, cache=policy,
-        max_context_length=context, max_prefill_chunk=chunk, dtype="float32", quantization=QuantizationSpec(),
+        max_context_length=context, max_prefill_chunk=chunk, dtype="float32",
         source=SourceSpec(kind="safetensors", name="toy", license=None, files={"model.safetensors": "0" * 64}),
         tokenizer=TokenizerSpec(
             bos_token_id=BOS, eos_token_ids=(EOS, END_OF_TURN), add_bos=True, has_chat_template=True
         ),
         programs=(
             ProgramSpec(
-                format="executorch", file="model.pte", weights="float32",
-                states=state_specs(model, policy, context), methods={"prefill": method, "main": method},
-                runtime="executorch 0", operators=(),
+                format="executorch", file="model.pte", options=ExecutorchOptions().model_dump(mode="json"),
+                weights="float32", recipe=recipe_of(model, ExecutorchOptions()), layout="per_layer",
+                states=state_specs(model, policy, context), methods=methods, runtime="executorch 0", operators=(),
             ),
         ),
         graph_checks=(), verification=(), versions={}, files={},
@@ -119,7 +127,7 @@ def oracle(manifest: Manifest, ids: Sequence[int]) -> Tensor:
 def toy_program(manifest: Manifest) -> EagerProgram:
     """The same model with the caller's caches: `prefill` reads a ring before it writes, `main` writes first."""
 
-    def run(method: str, input_ids: Tensor, position_ids: Tensor, states: tuple[Tensor, ...]) -> Tensor:
+    def run(kind: ProgramKind, input_ids: Tensor, position_ids: Tensor, states: tuple[Tensor, ...]) -> Tensor:
         ids = input_ids[0].tolist()
         offset = position_ids.shape[1] - len(ids)
         tensors = {spec.name: state[0] for spec, state in zip(manifest.states, states, strict=True)}
@@ -135,16 +143,16 @@ def toy_program(manifest: Manifest) -> EagerProgram:
             arguments = ((x @ q, x @ k, x @ v), keys, values, offset)
             if window is None:
                 x = x + attend_full(*arguments)
-            elif method == "prefill":
-                x = x + prefill_ring(*arguments, window)
-            else:
+            elif kind.write_first:
                 x = x + main_ring(*arguments, window)
+            else:
+                x = x + prefill_ring(*arguments, window)
         return head(x[-1])[None]
 
-    return EagerProgram(
-        prefill=lambda ids, positions, *states: run("prefill", ids, positions, states),
-        main=lambda ids, positions, *states: run("main", ids, positions, states),
-    )
+    def method(kind: ProgramKind) -> Callable[..., Tensor]:
+        return lambda ids, positions, *states: run(kind, ids, positions, states)
+
+    return EagerProgram({name: method(kind) for name, kind in PROGRAMS.items()})
 
 
 def attend(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:

@@ -1,100 +1,129 @@
-"""One folder a format: `kernels` are the caches its decoder is built on, `build` writes a program.
+"""One folder a format. Every folder has the same modules: `traits` and `options` (no torch), `build`, `file`,
+`description`, `checks`, `runtime`; a format is known by its folder alone.
 
-A back end is imported when a config asks for it: its libraries take seconds to load, and some are optional.
+A module other than the traits is imported when it is used: its libraries take seconds to load, and some are optional.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, Protocol
+import pkgutil
+from functools import cache
+from typing import Any
 
-from exporter.cache.interface import CacheKernels
-from exporter.describe import FileDescription
-from exporter.graph.contract import ProgramContract
-from exporter.model.decoder import Decoder
-from exporter.programs import Limits
-from exporter.progress import Detail
-from exporter.spec import CheckResult, Format, Manifest, ProgramSpec
+from exporter.backends.base import (
+    BuildModule,
+    Built,
+    ChecksModule,
+    DescriptionModule,
+    Effort,
+    FileModule,
+    FormatTraits,
+    Program,
+    RuntimeModule,
+    Step,
+)
+from exporter.errors import ConfigError
+from exporter.optional import require
 
-Step = Callable[[str], AbstractContextManager[Detail]]
+__all__ = [
+    "Built",
+    "Effort",
+    "FormatTraits",
+    "Program",
+    "Step",
+    "build_module",
+    "checks_module",
+    "description_module",
+    "file_module",
+    "format_of_suffix",
+    "formats",
+    "runtime_module",
+    "traits",
+]
 
-
-@dataclass(frozen=True)
-class Built:
-    """What a back end wrote: the program as the manifest describes it, and the graph checks it passed."""
-
-    program: ProgramSpec
-    checks: tuple[CheckResult, ...]
-
-
-class Backend(Protocol):
-    """The interface of the package of a format."""
-
-    VERSIONS: tuple[str, ...]
-    """The distributions that the file depends on, whose versions the manifest records."""
-
-    def kernels(self, options: Any) -> CacheKernels:
-        """The cache implementation of this back end; `options` as `build` takes them."""
-        ...
-
-    def build(self, decoder: Decoder, limits: Limits, options: Any, directory: Path, step: Step) -> Built:
-        """Write the program of `decoder` under `directory` and check it.
-
-        Args:
-            decoder: the model over `kernels` and the states of this format's layout: the float32 one, which may be
-                changed in place, except that ExecuTorch's is quantised already.
-            limits: the maxima its methods declare.
-            options: what the config says about this format.
-            directory: the staged bundle.
-            step: reports a step of the work.
-
-        Raises:
-            GraphContractError: a check failed.
-            UserError: the model or an option is none that this format can carry, or its packages are not installed.
-        """
-        ...
-
-    def beside(self, manifest: Manifest) -> dict[str, str]:
-        """The text files that the format wants in the bundle beside its program, by name.
-
-        Args:
-            manifest: the bundle's, with this format's program alone.
-        """
-        ...
+FIRST = "executorch"
+"""The format of an export that names none; listed first."""
 
 
-class SelfDescribing(Backend, Protocol):
-    """A back end whose files say by themselves what they are; a `.pte` needs a manifest beside it."""
-
-    def read_file(self, path: Path) -> Any:
-        """The program at `path`, for the other two. Raises BundleError when it cannot be read."""
-        ...
-
-    def check_file(self, file: Any, contracts: Sequence[ProgramContract]) -> list[CheckResult]:
-        """The graph checks on a program, one contract a method.
-
-        Raises:
-            BundleError: what is read only now is damaged.
-            GraphContractError: it is none with these methods and inputs.
-        """
-        ...
-
-    def describe(self, file: Any) -> FileDescription:
-        """What a program says of itself."""
-        ...
+@cache
+def _found() -> dict[str, FormatTraits]:
+    names = [info.name for info in pkgutil.iter_modules(__path__) if info.ispkg]
+    records = [importlib.import_module(f"{__name__}.{name}.traits").TRAITS for name in names]
+    assert [record.name for record in records] == names, "a format is called as its folder is"
+    return {record.name: record for record in sorted(records, key=lambda record: (record.name != FIRST, record.title))}
 
 
-def backend(format: Format) -> Backend:
-    """The package of `format`."""
-    module: Any = importlib.import_module(f"exporter.backends.{format}")
+def formats() -> tuple[str, ...]:
+    """The names of all formats, `FIRST` first."""
+    return tuple(_found())
+
+
+def traits(name: str) -> FormatTraits:
+    """The record of a format.
+
+    Raises:
+        ConfigError: there is no such format.
+    """
+    found = _found().get(name)
+    if found is None:
+        raise ConfigError(
+            "format", got=repr(name), expected=f"one of {', '.join(formats())}", repair="Choose one of those."
+        )
+    return found
+
+
+def format_of_suffix(suffix: str) -> str | None:
+    """The format whose files end in `suffix`, such as ``.pte``."""
+    return next((name for name, record in _found().items() if record.suffix == suffix), None)
+
+
+def _module(name: str, role: str) -> Any:
+    """A module of a format's folder.
+
+    Raises:
+        MissingPackageError: the packages of the format are not installed.
+    """
+    record = traits(name)
+    if record.extra is not None:
+        require(record.distributions, record.extra)
+    return importlib.import_module(f"{__name__}.{name}.{role}")
+
+
+def build_module(name: str) -> BuildModule:
+    """What writes programs of the format. Raises as `checks_module`."""
+    module: BuildModule = _module(name, "build")
     return module
 
 
-def self_describing(format: Literal["coreml", "coreai"]) -> SelfDescribing:
-    """The package of one of the formats that are."""
-    module: Any = backend(format)
+def file_module(name: str) -> FileModule:
+    """What reads its files. Raises as `checks_module`."""
+    module: FileModule = _module(name, "file")
+    return module
+
+
+def description_module(name: str) -> DescriptionModule:
+    """What says what is in them. Raises as `checks_module`."""
+    module: DescriptionModule = _module(name, "description")
+    return module
+
+
+def checks_module(name: str) -> ChecksModule:
+    """What holds them to the graph contract.
+
+    Raises:
+        ConfigError: there is no such format.
+        MissingPackageError: its packages are not installed.
+    """
+    module: ChecksModule = _module(name, "checks")
+    return module
+
+
+def runtime_module(name: str) -> RuntimeModule:
+    """What runs them here; of the format's packages it needs those alone that run programs.
+
+    Raises:
+        ConfigError: there is no such format.
+    """
+    module: RuntimeModule = importlib.import_module(f"{__name__}.{traits(name).name}.runtime")
     return module

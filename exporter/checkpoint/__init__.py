@@ -6,7 +6,8 @@ from pathlib import Path
 
 from exporter.checkpoint.base import Checkpoint
 from exporter.checkpoint.gguf import GGUFCheckpoint
-from exporter.checkpoint.safetensors import PICKLE_SUFFIXES, SafetensorsCheckpoint, refuse_pickle
+from exporter.checkpoint.kind import kind_of, refuse_kind
+from exporter.checkpoint.safetensors import SafetensorsCheckpoint
 from exporter.checkpoint.source import locate, mismatch, sha256_file
 from exporter.config import CheckpointConfig
 from exporter.errors import CheckpointError
@@ -40,15 +41,8 @@ def open_checkpoint(config: CheckpointConfig) -> Checkpoint:
                 )
             _verify(directory.weight_files[0], config.sha256)
         return directory
-    if path.suffix in PICKLE_SUFFIXES:
-        raise refuse_pickle(path)
-    if path.suffix == ".safetensors":
-        raise CheckpointError(
-            f"checkpoint {path.name}",
-            got="a weight file without its config",
-            expected="the Hugging Face directory that holds it, with config.json",
-            repair="Name the directory.",
-        )
+    if kind_of(path) != "gguf":
+        raise refuse_kind(path)
     joined = config.package_files is not None and len(config.package_files) > 1
     if config.sha256 is not None and not joined:  # a joined file was verified when it was found
         _verify(path, config.sha256)

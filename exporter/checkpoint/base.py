@@ -1,85 +1,25 @@
-"""What both kinds of checkpoint share: the plan that pairs stored tensors with parameters, before any data is read."""
+"""What both kinds of checkpoint share: parameters read from stored tensors, one at a time, and stored tensors made of
+parameters."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 import torch
 
+from exporter.checkpoint.plan import Source, StoredTensor, plan
 from exporter.checkpoint.source import sha256_file
 from exporter.errors import CheckpointError
-from exporter.families import Target
+from exporter.families.tensors import TensorTable
 from exporter.spec import ModelSpec, SourceSpec
 
-_SHOWN = 5
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
 Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """One tensor of a checkpoint: where it is, its shape as torch sees it, and where it goes (None: nowhere known)."""
-
-    key: str
-    file: str
-    shape: tuple[int, ...]
-    target: Target | None
-
-
-def _several(items: Iterable[str]) -> str:
-    items = list(items)
-    more = f", and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-    return "; ".join(items[:_SHOWN]) + more
-
-
-def plan(name: str, stored: Iterable[StoredTensor], expected: Mapping[str, tuple[int, ...]]) -> dict[str, StoredTensor]:
-    """Pair every expected parameter with exactly one stored tensor.
-
-    Args:
-        name: the checkpoint, for messages.
-        stored: its tensors, the knowingly ignored ones left out.
-        expected: canonical name -> shape.
-
-    Raises:
-        CheckpointError: tensors are unexpected, stored twice, missing or misshaped; all of a kind in one error.
-    """
-    found: dict[str, StoredTensor] = {}
-    unexpected: list[str] = []
-    twice: list[str] = []
-    for tensor in stored:
-        target = tensor.target.name if tensor.target is not None else None
-        if target is None or target not in expected:
-            unexpected.append(f"{tensor.key} in {tensor.file}")
-        elif target in found:
-            twice.append(f"{target} as {found[target].key} and as {tensor.key}")
-        else:
-            found[target] = tensor
-    missing = [f"{key} {list(shape)}" for key, shape in expected.items() if key not in found]
-    shapes = [
-        f"{tensor.key} in {tensor.file} is {list(tensor.shape)}, not {list(expected[key])}"
-        for key, tensor in found.items()
-        if tensor.shape != tuple(expected[key])
-    ]
-    problems = (
-        ("missing tensors", missing, "every parameter of the model"),
-        ("unexpected tensors", unexpected, "only the model's own"),
-        ("tensors stored twice", twice, "each once"),
-        ("misshaped tensors", shapes, "the shapes the model's config implies"),
-    )
-    if wrong := [(f"{len(items)} {kind} ({_several(items)})", want) for kind, items, want in problems if items]:
-        raise CheckpointError(
-            f"checkpoint {name}",
-            got="; ".join(got for got, _ in wrong),
-            expected=", ".join(want for _, want in wrong),
-            repair="The weights do not belong to this config: fetch both again, from one place.",
-        )
-    return found
 
 
 class Checkpoint(ABC):
@@ -90,12 +30,14 @@ class Checkpoint(ABC):
         path: the directory or file.
         name: what it is called in messages and in the manifest.
         spec: the model it holds.
+        table: what its tensors bring to the model's parameters.
     """
 
     kind: Literal["safetensors", "gguf"]
     path: Path
     name: str
     spec: ModelSpec
+    table: TensorTable
     license: str | None
 
     @property
@@ -108,8 +50,9 @@ class Checkpoint(ABC):
         """Every tensor that is not knowingly ignored."""
 
     @abstractmethod
-    def _read(self, tensor: StoredTensor) -> torch.Tensor:
-        """The tensor as stored, dequantised to float32, before its transform."""
+    def _read(self, tensor: StoredTensor, start: int, stop: int) -> torch.Tensor:
+        """Rows `start` to `stop` of the tensor as stored (all of one without axes), dequantised to float32; bytes as
+        they are."""
 
     @cached_property
     def source(self) -> SourceSpec:
@@ -119,7 +62,7 @@ class Checkpoint(ABC):
 
     def reader(self, expected: Mapping[str, tuple[int, ...]]) -> Callable[[str], torch.Tensor]:
         """What reads a parameter from the file each time it is called, by its canonical name, as a contiguous float32
-        tensor: the float model need not be in memory at once.
+        tensor with a memory of its own: the float model need not be in memory at once.
 
         Args:
             expected: the decoder's parameters, canonical name -> shape (docs/parameters.md).
@@ -128,31 +71,76 @@ class Checkpoint(ABC):
             CheckpointError: stored and expected tensors do not match. The reader itself raises it only when the
                 embedding of a tied model that carries a head is unlike that head.
         """
-        stored = self._stored()
-        extra_head = None
-        if HEAD not in expected:  # a tied model
-            heads = [tensor for tensor in stored if tensor.target is not None and tensor.target.name == HEAD]
-            stored = [tensor for tensor in stored if tensor not in heads]
-            extra_head = heads[0] if heads else None
-        found = plan(self.name, stored, expected)
+        stored, heads = self._stored_without_heads_of(expected)
+        found = plan(self.name, stored, self.table, expected)
+        head = plan(self.name, heads, self.table, {HEAD: expected[EMBEDDING]})[HEAD] if heads else ()
 
         def read(name: str) -> torch.Tensor:
-            tensor = self._read(found[name])
-            target = found[name].target
-            assert target is not None
-            if target.transform is not None:
-                tensor = target.transform(tensor)
+            tensor = self._parameter(name, found[name], expected[name])
             assert tensor.dtype == torch.float32 and tuple(tensor.shape) == tuple(expected[name])
-            if name == EMBEDDING and extra_head is not None and not self._same(extra_head, tensor):
+            if name == EMBEDDING and head and not torch.equal(self._parameter(HEAD, head, tensor.shape), tensor):
                 raise CheckpointError(
                     f"checkpoint {self.name}",
-                    got=f"tied embeddings and a tensor {extra_head.key} that differs from the embedding",
+                    got=f"tied embeddings and a tensor {head[0].key} that differs from the embedding",
                     expected="no head of its own, or one equal to the embedding",
                     repair='Say "tie_word_embeddings": false in config.json if the head is meant.',
                 )
-            return tensor.contiguous()
+            alone = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+            return tensor if alone else tensor.clone(memory_format=torch.contiguous_format)
 
         return read
+
+    def _stored_without_heads_of(self, expected: Iterable[str]) -> tuple[list[StoredTensor], list[StoredTensor]]:
+        """The stored tensors, and apart from them the heads that a tied model carries all the same."""
+        stored = self._stored()
+        heads = [] if HEAD in expected else [tensor for tensor in stored if self.table.brings(tensor.key, HEAD)]
+        return [tensor for tensor in stored if tensor not in heads], heads
+
+    def _parameter(self, name: str, sources: Sequence[Source], shape: Sequence[int]) -> torch.Tensor:
+        """A parameter out of its pieces."""
+        if not sources:
+            constant = self.table.constant(name)
+            assert constant is not None
+            return torch.full(tuple(shape), constant)
+        if sources[0].piece.part is None:
+            return self._part(sources[0])
+        parameter, row = torch.empty(tuple(shape)), 0
+        for source in sources:
+            rows = source.rows(len(shape))
+            parameter[row : row + rows] = self._part(source)
+            row += rows
+        return parameter
+
+    def _part(self, source: Source) -> torch.Tensor:
+        """A piece; only the rows it needs are read."""
+        window = source.piece.window
+        if window is None:
+            return source.piece.take(*(self._read(t, 0, t.shape[0] if t.shape else 1) for t in source.tensors))
+        rows = (self._read(tensor, window.start, window.stop) for tensor in source.tensors)
+        return source.piece.within_window().take(*rows)
+
+    def stored(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The way back: the float32 tensors that this checkpoint would store if its parameters were `parameters`.
+
+        A head that a tied model carries all the same is not among them, and rows that no parameter has are zero.
+        Parameters that are read from one stored tensor as a whole must be equal.
+
+        Raises:
+            CheckpointError: as `reader`.
+        """
+        shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        result: dict[str, torch.Tensor] = {}
+        for name, sources in plan(self.name, self._stored_without_heads_of(shapes)[0], self.table, shapes).items():
+            row = 0
+            for source in sources:
+                part = parameters[name]
+                if source.piece.part is not None:
+                    rows = source.rows(part.ndim)
+                    part, row = part[row : row + rows].reshape(source.shape), row + rows
+                whole = result.get(source.key)
+                whole = torch.zeros(source.tensors[0].shape) if whole is None else whole
+                result[source.key] = source.piece.put(whole, part)
+        return result
 
     def load_state_dict(
         self, expected: Mapping[str, tuple[int, ...]], progress: Progress | None = None
@@ -166,6 +154,3 @@ class Checkpoint(ABC):
             if progress is not None:
                 progress(done, len(expected))
         return result
-
-    def _same(self, head: StoredTensor, embedding: torch.Tensor) -> bool:
-        return head.shape == tuple(embedding.shape) and torch.equal(self._read(head), embedding)

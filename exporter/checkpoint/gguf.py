@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,9 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from exporter.checkpoint.base import Checkpoint, StoredTensor
+from exporter.checkpoint.base import Checkpoint
 from exporter.checkpoint.gguf_header import GGUFTensor, read_header
+from exporter.checkpoint.plan import StoredTensor
 from exporter.errors import CheckpointError
 from exporter.families import from_gguf
 
@@ -30,7 +32,7 @@ class GGUFCheckpoint(Checkpoint):
         self.name = str(self.metadata.get("general.name", path.stem))
         self.license = license if license is not None else self.metadata.get("general.license")
         shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
-        self.family, self.spec = from_gguf(self.metadata, shapes, lambda name: self._dequantize(self._tensors[name]))
+        self.table, self.spec = from_gguf(self.metadata, shapes, lambda name: self._dequantize(self._tensors[name]))
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -38,13 +40,24 @@ class GGUFCheckpoint(Checkpoint):
 
     def _stored(self) -> list[StoredTensor]:
         return [
-            StoredTensor(name, self.path.name, tensor.shape, self.family.target_from_gguf(name, self.spec))
+            StoredTensor(name, self.path.name, tensor.shape)
             for name, tensor in self._tensors.items()
-            if not self.family.is_ignored_gguf(name)
+            if not self.table.is_ignored(name)
         ]
 
-    def _read(self, tensor: StoredTensor) -> torch.Tensor:
-        return self._dequantize(self._tensors[tensor.key])
+    def _read(self, tensor: StoredTensor, start: int, stop: int) -> torch.Tensor:
+        stored = self._tensors[tensor.key]
+        if len(stored.shape) == 1:  # its elements may share a block
+            return self._dequantize(stored)[start:stop]
+        row = stored.num_bytes // stored.shape[0]
+        return self._dequantize(
+            replace(
+                stored,
+                shape=(stop - start, *stored.shape[1:]),
+                offset=stored.offset + start * row,
+                num_bytes=(stop - start) * row,
+            )
+        )
 
     def _dequantize(self, tensor: GGUFTensor) -> torch.Tensor:
         """Rows by rows: the gguf package needs the result's size again for itself."""

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from exporter.checkpoint.kind import GGUF_MAGIC
 from exporter.errors import CheckpointError
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
@@ -147,21 +148,14 @@ def _read(reader: _Reader, size: int) -> GGUFHeader:
 
 
 def read_header(path: Path) -> GGUFHeader:
-    """Read metadata and tensor table.
+    """Read metadata and tensor table of a file that begins as a GGUF file does.
 
     Raises:
-        CheckpointError: no GGUF file, an unsupported version, a damaged header, tensor data past the file's end, or
+        CheckpointError: an unsupported version, a damaged header, tensor data past the file's end, or
             one part of a split model.
     """
     with path.open("rb") as file:
-        magic = file.read(4)
-        if magic != b"GGUF":
-            raise CheckpointError(
-                f"checkpoint {path.name}",
-                got=f"a file that begins with {magic!r}",
-                expected="a GGUF file, which begins with b'GGUF'",
-                repair="Check the path, or download the file again.",
-            )
+        assert file.read(len(GGUF_MAGIC)) == GGUF_MAGIC, f"{path.name} is of another kind"
         try:
             header = _read(_Reader(file), path.stat().st_size)
         except _Damaged as damage:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,23 +12,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from exporter.checkpoint.base import Checkpoint, StoredTensor
+from exporter.checkpoint.base import Checkpoint
+from exporter.checkpoint.kind import kind_of, refuse_kind
+from exporter.checkpoint.plan import StoredTensor
 from exporter.errors import CheckpointError
 from exporter.families import from_hf
 
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHTS_AT_A_TIME = 2**25
-_DTYPES = ("F32", "F16", "BF16")
-
-
-def refuse_pickle(path: Path) -> CheckpointError:
-    return CheckpointError(
-        f"checkpoint {path.name}",
-        got="a pickled PyTorch file, which runs code when it is opened",
-        expected=f"{WEIGHTS}, or a .gguf file",
-        repair="Take the safetensors version of the model, or convert it where you trust it.",
-    )
+_DTYPES, _RAW = ("F32", "F16", "BF16"), ("U8",)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -51,6 +43,13 @@ def read_json(path: Path) -> dict[str, Any]:
             repair="Fetch the file again.",
         )
     return data
+
+
+def _refuse_others(files: Iterable[Path]) -> None:
+    """Raise for weights of another kind, whatever they are called; what is no weights at all is not judged here."""
+    for file in files:
+        if kind_of(file) in ("pickle", "gguf"):
+            raise refuse_kind(file)
 
 
 @contextmanager
@@ -84,16 +83,15 @@ class SafetensorsCheckpoint(Checkpoint):
             )
         self.hf_config = read_json(config_file)
         self._index = self._weight_map()
-        self.family, self.spec = from_hf(self.hf_config)
+        _refuse_others(self.weight_files)
+        self.table, self.spec = from_hf(self.hf_config)
 
     def _weight_map(self) -> dict[str, list[str]]:
         """Weight file -> the tensors the index promises in it; a single file promises nothing."""
         if (self.path / WEIGHTS).is_file():
             return {WEIGHTS: []}
         if not (self.path / INDEX).is_file():
-            pickles = sorted(p for p in self.path.iterdir() if p.suffix in PICKLE_SUFFIXES)
-            if pickles:
-                raise refuse_pickle(pickles[0])
+            _refuse_others(sorted(path for path in self.path.iterdir() if path.is_file()))
             raise CheckpointError(
                 f"checkpoint {self.name}",
                 got="a directory without weights",
@@ -135,13 +133,12 @@ class SafetensorsCheckpoint(Checkpoint):
                 keys = list(weights.keys())
                 absent += [f"{key} in {file}" for key in promised if key not in keys]
                 for key in keys:
-                    if self.family.is_ignored_hf(key):
+                    if self.table.is_ignored(key):
                         continue
-                    view = weights.get_slice(key)
-                    if view.get_dtype() not in _DTYPES:
+                    view, raw = weights.get_slice(key), self.table.is_raw(key)
+                    if view.get_dtype() not in (_RAW if raw else _DTYPES):
                         dtypes.append(f"{key} in {file} is {view.get_dtype()}")
-                    target = self.family.target_from_hf(key, self.spec)
-                    stored.append(StoredTensor(key, file, tuple(view.get_shape()), target))
+                    stored.append(StoredTensor(key, file, tuple(view.get_shape()), raw))
         for wrong, expected in (
             (absent, "every tensor the index names in the shard it names"),
             (dtypes, f"weights of type {', '.join(_DTYPES)}"),
@@ -155,11 +152,16 @@ class SafetensorsCheckpoint(Checkpoint):
                 )
         return stored
 
-    def _read(self, tensor: StoredTensor) -> torch.Tensor:
+    def _read(self, tensor: StoredTensor, start: int, stop: int) -> torch.Tensor:
         """The file's pages count as memory while it is open, so it is opened again for every few rows."""
-        whole = torch.empty(tensor.shape)
-        rows = max(1, WEIGHTS_AT_A_TIME // max(1, math.prod(tensor.shape[1:])))
-        for start in range(0, len(whole), rows):
+        if not tensor.shape:
             with _opened(self.path / tensor.file) as weights:
-                whole[start : start + rows] = weights.get_slice(tensor.key)[start : start + rows]
-        return whole
+                return weights.get_tensor(tensor.key).float()
+        row = tensor.shape[1:]
+        read = torch.empty((stop - start, *row), dtype=torch.uint8 if tensor.raw else torch.float32)
+        rows = max(1, WEIGHTS_AT_A_TIME // max(1, math.prod(row)))
+        for done in range(0, len(read), rows):
+            with _opened(self.path / tensor.file) as weights:
+                part = weights.get_slice(tensor.key)[start + done : min(start + done + rows, stop)]
+                read[done : done + rows] = part
+        return read

@@ -2,86 +2,51 @@
 
 from __future__ import annotations
 
-import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
+from exporter.families.tensors import TensorTable
 from exporter.spec import ModelSpec
 
 # Reads one tensor of a GGUF file as float32.
 ReadTensor = Callable[[str], torch.Tensor]
+Shapes = Mapping[str, tuple[int, ...]]
 
-_BLOCK = re.compile(r"(?:layers|blk)\.(\d+)\.(.+)")
 
+class Described(NamedTuple):
+    """A model as its checkpoint describes it: what its tensors bring, and what it computes."""
 
-@dataclass(frozen=True)
-class Target:
-    """Where a checkpoint tensor goes. `transform` maps the float32 tensor to one of the same shape."""
-
-    name: str
-    transform: Callable[[torch.Tensor], torch.Tensor] | None = None
+    tensors: TensorTable
+    spec: ModelSpec
 
 
 @dataclass(frozen=True)
-class NameMap:
-    """Checkpoint name -> canonical name, for tensors of a layer (without its prefix) and for the others."""
+class Family:
+    """One family of models; a module of this package that has one as `FAMILY` is all there is to adding it.
 
-    layer: Mapping[str, str]
-    top: Mapping[str, str]
-    ignored: tuple[str, ...] = field(default=())
+    Both functions raise `UnsupportedModelError` for arithmetic the spec cannot say, and `CheckpointError` or pydantic's
+    `ValidationError` for a description that contradicts itself.
 
-    def name(self, key: str) -> str | None:
-        """The canonical name (docs/parameters.md), or None for a tensor the family does not know."""
-        if match := _BLOCK.fullmatch(key):
-            inner = self.layer.get(match[2])
-            return None if inner is None else f"layers.{match[1]}.{inner}"
-        return self.top.get(key)
-
-    def is_ignored(self, key: str) -> bool:
-        """True for the few tensors that are known to carry nothing the decoder needs."""
-        return any(re.fullmatch(pattern, key) for pattern in self.ignored)
-
-
-class Family(ABC):
-    """One family of models. `model_types` are Hugging Face's, `architectures` GGUF's names for it."""
+    Attributes:
+        model_types: Hugging Face's names for it.
+        from_hf: reads a ``config.json``.
+        architectures: GGUF's names for it.
+        from_gguf: reads a GGUF header: its metadata, the shapes of its tensors in torch's order, and a tensor if need
+            be.
+        quant_methods: those of a ``quantization_config`` whose tensors the family's table reads.
+    """
 
     model_types: tuple[str, ...]
-    architectures: tuple[str, ...]
+    from_hf: Callable[[Mapping[str, Any]], Described]
+    architectures: tuple[str, ...] = ()
+    from_gguf: Callable[[Mapping[str, Any], Shapes, ReadTensor], Described] | None = None
+    quant_methods: tuple[str, ...] = ()
 
-    @abstractmethod
-    def spec_from_hf(self, config: Mapping[str, Any]) -> ModelSpec:
-        """The spec that a ``config.json`` means.
-
-        Raises:
-            UnsupportedModelError: the config asks for arithmetic the spec cannot say.
-            CheckpointError: the config contradicts itself.
-        """
-
-    @abstractmethod
-    def target_from_hf(self, key: str, spec: ModelSpec) -> Target | None:
-        """Where the tensor `key` of a Hugging Face checkpoint goes; None when the family does not know it."""
-
-    @abstractmethod
-    def is_ignored_hf(self, key: str) -> bool:
-        """True for tensors of a Hugging Face checkpoint that are left out knowingly."""
-
-    @abstractmethod
-    def spec_from_gguf(
-        self, metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], read: ReadTensor
-    ) -> ModelSpec:
-        """The spec that a GGUF header means. Raises as `spec_from_hf` does."""
-
-    @abstractmethod
-    def target_from_gguf(self, key: str, spec: ModelSpec) -> Target | None:
-        """Where the GGUF tensor `key` goes; None when the family does not know it."""
-
-    @abstractmethod
-    def is_ignored_gguf(self, key: str) -> bool:
-        """True for GGUF tensors that are left out knowingly."""
+    def __post_init__(self) -> None:
+        assert bool(self.architectures) == (self.from_gguf is not None)
 
 
 ATTENTION_HF = {
@@ -93,11 +58,18 @@ MLP_HF = {
     for proj in ("gate", "up", "down")
     for kind in ("weight", "bias")
 }
-TOP_HF = {
-    "embed_tokens.weight": "embed_tokens.weight",
-    "norm.weight": "norm.weight",
-    "lm_head.weight": "lm_head.weight",
+NORMS_HF = {
+    "input_layernorm.weight": "input_norm.weight",
+    "post_attention_layernorm.weight": "feed_forward_norm.weight",
 }
+POST_NORMS_HF = {
+    "input_layernorm.weight": "input_norm.weight",
+    "post_attention_layernorm.weight": "post_mixer_norm.weight",
+    "pre_feedforward_layernorm.weight": "feed_forward_norm.weight",
+    "post_feedforward_layernorm.weight": "post_feed_forward_norm.weight",
+}
+FINAL_NORM_HF = {"norm.weight": "norm.weight"}
+TABLES_HF = {"embed_tokens.weight": "embed_tokens.weight", "lm_head.weight": "lm_head.weight"}
 # `inv_freq` is a buffer that old checkpoints saved; the spec says the same.
 IGNORED_HF = (r"(?:.*\.)?rotary_emb\.inv_freq",)
 
@@ -111,6 +83,11 @@ MLP_GGUF = {
     f"ffn_{proj}.{kind}": f"feed_forward.{proj}_proj.{kind}"
     for proj in ("gate", "up", "down")
     for kind in ("weight", "bias")
+}
+NORMS_GGUF = {"attn_norm.weight": "input_norm.weight", "ffn_norm.weight": "feed_forward_norm.weight"}
+POST_NORMS_GGUF = NORMS_GGUF | {
+    "post_attention_norm.weight": "post_mixer_norm.weight",
+    "post_ffw_norm.weight": "post_feed_forward_norm.weight",
 }
 TOP_GGUF = {
     "token_embd.weight": "embed_tokens.weight",

@@ -1,4 +1,4 @@
-"""Reading the two spellings of a model's description: Hugging Face's ``config.json`` and GGUF metadata."""
+"""Reading Hugging Face's ``config.json``, whatever its family. GGUF metadata: `exporter.families.gguf`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import numpy as np
-
 from exporter.errors import CheckpointError, UnsupportedModelError
-from exporter.spec import Activation, RopeSpec
+from exporter.spec import Activation, MLPSpec, RopeSpec
 
 LayerType = Literal["full_attention", "sliding_attention"]
 LAYER_TYPES: tuple[LayerType, ...] = ("full_attention", "sliding_attention")
@@ -81,6 +79,44 @@ def pattern_layer_types(pattern: Any, num_layers: int) -> list[LayerType]:
     return ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(num_layers)]
 
 
+def _slides(config: Mapping[str, Any]) -> bool:
+    """Whether there is a window, and nothing switches it off."""
+    return window_length(config.get("sliding_window")) is not None and bool(config.get("use_sliding_window", True))
+
+
+def never_slides(config: Mapping[str, Any], num_layers: int) -> list[LayerType]:
+    """Full attention on every layer; a config with a window is refused."""
+    if _slides(config):
+        raise unsupported(
+            f"sliding_window = {config['sliding_window']} in a model type whose layers never slide",
+            "null, or model_type mistral",
+        )
+    return _as_implied(config, ["full_attention"] * num_layers, "none")
+
+
+def all_slide(config: Mapping[str, Any], num_layers: int) -> list[LayerType]:
+    """A sliding window on every layer when there is one."""
+    return _as_implied(config, ["sliding_attention" if _slides(config) else "full_attention"] * num_layers, "all")
+
+
+def from_max_window_layers(config: Mapping[str, Any], num_layers: int) -> list[LayerType]:
+    """With a window the layers from `max_window_layers` on slide, or those that `layer_types` lists (Qwen)."""
+    first = config["max_window_layers"]
+    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+        raise contradiction(f"max_window_layers = {first!r}", "a whole number")
+    listed = explicit_layer_types(config, num_layers)
+    if not _slides(config):
+        return ["full_attention"] * num_layers
+    return listed or ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
+
+
+def _as_implied(config: Mapping[str, Any], implied: list[LayerType], which: str) -> list[LayerType]:
+    listed = explicit_layer_types(config, len(implied))
+    if listed is not None and listed != implied:
+        raise unsupported("layer_types unlike those of the model type", f"{which} of the layers sliding")
+    return implied
+
+
 def rope_parameters(config: Mapping[str, Any], layer_type: LayerType, default_theta: float) -> dict[str, Any]:
     """The RoPE parameters of one kind of layer, with `rope_theta` filled in.
 
@@ -138,69 +174,37 @@ def rope_spec(parameters: Mapping[str, Any], head_dim: int, max_position_embeddi
     return RopeSpec.model_validate(plain.model_dump() | values)
 
 
-def short_decimal(value: float) -> float:
-    """The shortest decimal that rounds to the float32 `value`: 9.99999997e-07 was written as 1e-06."""
-    return float(str(np.float32(value)))
+def attention_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Heads and their size as nearly every config spells them, and the usual scale: fields of `AttentionSpec`."""
+    heads, head_dim = positive(config, "num_attention_heads"), config.get("head_dim")
+    head_dim = positive(config, "hidden_size") // heads if head_dim is None else positive(config, "head_dim")
+    kv_heads = heads if config.get("num_key_value_heads") is None else positive(config, "num_key_value_heads")
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "scale": head_dim**-0.5,
+    }
 
 
-class GGUFMetadata:
-    """The keys of one architecture. A key outside `known` may change the arithmetic, so it is refused."""
-
-    def __init__(self, metadata: Mapping[str, Any], known: frozenset[str]) -> None:
-        self.architecture = str(metadata["general.architecture"])
-        prefix = self.architecture + "."
-        self._values = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
-        if unknown := sorted(set(self._values) - known):
-            raise unsupported(
-                f"GGUF metadata {', '.join(prefix + key for key in unknown)}", f"among {', '.join(sorted(known))}"
-            )
-
-    def get(self, key: str, default: Any = None) -> Any:
-        value = self._values.get(key, default)
-        if isinstance(value, list) and len(set(value)) == 1 and key != "attention.sliding_window_pattern":
-            value = value[0]  # one value a layer, all equal
-        return short_decimal(value) if isinstance(value, float) else value
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self.get(key, default)
-        if isinstance(value, list):
-            raise unsupported(f"{self.architecture}.{key} that differs from layer to layer", "one number")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise contradiction(f"{self.architecture}.{key} = {value!r}", "a positive number")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise contradiction(f"{self.architecture}.{key} = {value!r}", "a number")
-        return float(value)
-
-    def rope(self, head_dim: int) -> RopeSpec:
-        """RoPE of the layers that scale it."""
-        plain = RopeSpec(
-            theta=self.number("rope.freq_base", 10000.0), rotary_dim=self.integer("rope.dimension_count", head_dim)
-        )
-        kind = self.get("rope.scaling.type", "none")
-        if kind == "none":
-            return plain
-        if kind != "linear":
-            raise unsupported(f"{self.architecture}.rope.scaling.type = {kind!r}", "none or linear")
-        return plain.model_copy(update={"scaling": "linear", "factor": self.number("rope.scaling.factor")})
+def mlp_spec(config: Mapping[str, Any], activation_key: str, *, bias: bool = False) -> MLPSpec:
+    """The dense feed-forward of a config."""
+    return MLPSpec(
+        intermediate_size=positive(config, "intermediate_size"),
+        activation=activation(config[activation_key]),
+        bias=bias,
+    )
 
 
-COMMON_GGUF_KEYS = frozenset({
-    "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size", "attention.head_count",
-    "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.layer_norm_rms_epsilon",
-    "rope.freq_base", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor",
-    "rope.scaling.original_context_length", "rope.scaling.finetuned",
-})  # fmt: skip
-
-
-def gguf_vocab_size(metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Rows of the embedding; a converter pads the list of tokens to them."""
-    if "token_embd.weight" in shapes:
-        return shapes["token_embd.weight"][0]
-    return len(metadata.get("tokenizer.ggml.tokens", ()))
+def model_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What nearly every config spells alike: fields of `ModelSpec`."""
+    return {
+        "vocab_size": positive(config, "vocab_size"),
+        "hidden_size": positive(config, "hidden_size"),
+        "norm_eps": positive_number(config, "rms_norm_eps"),
+        "tie_word_embeddings": config["tie_word_embeddings"],
+        "max_position_embeddings": positive(config, "max_position_embeddings"),
+    }
 
 
 def positive(config: Mapping[str, Any], key: str) -> int:

@@ -9,7 +9,6 @@ import sympy
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
-from torch.utils._sympy.functions import Mod
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from exporter.graph.checks_flow import check_flow
@@ -38,33 +37,38 @@ def check_exported(program: ExportedProgram, contract: ProgramContract) -> list[
     """
     flow = flow_of(program, contract.input_names)
     trace = Trace(flow)
-    return [
-        *check_flow(flow, trace, contract),
-        write_index_is_definition(program, flow, contract),
-        writes_land_on_their_rows(program, flow, trace, contract),
-        finite_constants(program, flow, contract),
-        dynamic_ranges(program, flow, trace, contract),
-        last_token_logits_only(program, contract),
-    ]
+    return as_traced(
+        [
+            *check_flow(flow, trace, contract),
+            write_index_is_definition(program, flow, contract),
+            writes_land_on_their_rows(program, flow, trace, contract),
+            finite_constants(program, flow, contract),
+            dynamic_ranges(program, flow, trace, contract),
+            last_token_logits_only(program, contract),
+        ]
+    )
+
+
+def as_traced(results: list[CheckResult]) -> list[CheckResult]:
+    """Checks that were made on a traced program, not on a file."""
+    return [result.model_copy(update={"form": "traced"}) for result in results]
 
 
 def write_index_is_definition(program: ExportedProgram, flow: Flow, contract: ProgramContract) -> CheckResult:
-    """Every symbolic start of a write is ``Mod(S - Q, C)`` in a ring and ``S - Q`` in a full state, as an expression.
+    """Every symbolic start of a write is the row of position S - Q, as an expression.
 
-    A write placed by a tensor, a gather for instance, has no symbolic start and is shown by `writes_land_on_their_rows`
-    alone.
+    A write placed by a tensor, such as a gather, has no symbolic start; only `writes_land_on_their_rows` checks it.
     """
     nodes = {node.name: node for node in program.graph.nodes}
     inputs = [nodes[str(name)] for name in flow.inputs]
     offset = expression(inputs[1].meta["val"].shape[1]) - expression(inputs[0].meta["val"].shape[1])
-    states = {state.name: state for state in contract.states if state.kind != "conv"}
+    states = contract.positional
     problems, shown, tensors = [], set(), 0
     for _, step, name in flow.writes_to_inputs():
         if name not in states:
             continue
         state = states[name]
-        wanted = Mod(offset, state.rows) if state.kind == "ring" else offset
-        start = _symbolic_start(nodes[step.label])
+        start, wanted = _symbolic_start(nodes[step.label]), state.cache_kind.row_of(offset, state.rows)
         if start is None:
             tensors += 1
         elif same_index(start, wanted):
@@ -92,8 +96,8 @@ def _symbolic_start(node: Node) -> sympy.Expr | None:
 def writes_land_on_their_rows(
     program: ExportedProgram, flow: Flow, trace: Trace, contract: ProgramContract
 ) -> CheckResult:
-    """Played for concrete lengths, every write puts each position where the definition says."""
-    states = contract.of_kind("ring") + contract.of_kind("full")
+    """Computed for concrete lengths, every write puts each position on the row of the definition."""
+    states = tuple(contract.positional.values())
     problems = [problem for _, problem in play_writes(program, contract, flow, trace, states)]
     lengths = played_lengths(contract)
     return contract.result(
@@ -123,7 +127,8 @@ def finite_constants(program: ExportedProgram, flow: Flow, contract: ProgramCont
 
 
 def _finite(tensor: torch.Tensor) -> bool:
-    """A NaN is the smallest and the largest element; a mask of a whole embedding would take a gigabyte."""
+    """Checks the smallest and the largest element, which are NaN if any is; a mask of an embedding would take a
+    gigabyte."""
     return tensor.numel() == 0 or all(math.isfinite(bound) for bound in torch.aminmax(tensor.detach()))
 
 

@@ -5,37 +5,35 @@ from __future__ import annotations
 from exporter.graph.contract import ProgramContract
 from exporter.graph.flow import SCALAR_READS, Flow
 from exporter.graph.provenance import Trace
-from exporter.spec import CheckResult
+from exporter.spec import KINDS, CacheKind, CheckResult
 
 _REMAINDERS = frozenset({"aten::remainder", "aten::remainder_", "aten::fmod", "aten::fmod_"})
-# What a wrong order of a ring means, and what it is usually a sign of.
-_WRITE_FIRST = (
-    "write-first order: a chunk's writes replace rows that its own early tokens still attend to, so a program for "
-    "chunks is traced by itself, never derived from the graph of a one-token program"
-)
-_READ_FIRST = (
-    "read-first order: the token does not attend to itself, so a one-token program is traced by itself, never derived "
-    "from the graph of a program for chunks"
-)
 
 
 def check_flow(flow: Flow, trace: Trace, contract: ProgramContract) -> list[CheckResult]:
-    """Every check that needs no more than steps over values."""
+    """Every check that needs only steps over values."""
     return [
-        write_index_from_shapes(flow, trace, contract, "ring"),
-        write_index_from_shapes(flow, trace, contract, "full"),
-        ring_order(flow, contract),
-        full_order(flow, contract),
-        conv_order(flow, contract),
+        *write_indices_from_shapes(flow, trace, contract),
+        *orders(flow, contract),
         mutated_inputs_exactly_states(flow, contract),
         no_scalar_read_from_data(flow, trace, contract),
         no_tensor_remainder(flow, contract),
     ]
 
 
-def write_index_from_shapes(flow: Flow, trace: Trace, contract: ProgramContract, kind: str) -> CheckResult:
-    """Where a write lands descends from shapes and constants, from no tensor's content."""
-    names = {state.name for state in contract.of_kind(kind)}
+def write_indices_from_shapes(flow: Flow, trace: Trace, contract: ProgramContract) -> list[CheckResult]:
+    """`write_index_from_shapes` of every kind whose rows belong to positions."""
+    return [write_index_from_shapes(flow, trace, contract, kind) for kind in KINDS.values() if kind.positional]
+
+
+def orders(flow: Flow, contract: ProgramContract) -> list[CheckResult]:
+    """`access_order` of every kind."""
+    return [access_order(flow, contract, kind) for kind in KINDS.values()]
+
+
+def write_index_from_shapes(flow: Flow, trace: Trace, contract: ProgramContract, kind: CacheKind) -> CheckResult:
+    """The row of a write depends on shapes and constants only, not on a tensor's content."""
+    names = {state.name for state in contract.of_kind(kind.name)}
     problems, seen = [], set()
     writes = [(i, step, name) for i, step, name in flow.writes_to_inputs() if name in names]
     for index, step, name in writes:
@@ -45,36 +43,16 @@ def write_index_from_shapes(flow: Flow, trace: Trace, contract: ProgramContract,
         seen.add(str(position))
     problems += [f"{name} is never written" for name in sorted(names - {name for _, _, name in writes})]
     evidence = f"{len(writes)} writes to {len(names)} states, placed by {' | '.join(sorted(seen)) or 'nothing'}"
-    return contract.result(f"{kind}_write_index_from_shapes", problems, evidence)
+    return contract.result(kind.index_check, problems, evidence)
 
 
-def ring_order(flow: Flow, contract: ProgramContract) -> CheckResult:
-    """Chunks attend to a ring before they overwrite it; a single token is written before it is attended to."""
-    if contract.write_first:
-        return _order("main_writes_before_read", flow, contract, "ring", write_first=True, meaning=_READ_FIRST)
-    return _order("prefill_reads_before_write", flow, contract, "ring", write_first=False, meaning=_WRITE_FIRST)
-
-
-def full_order(flow: Flow, contract: ProgramContract) -> CheckResult:
-    """A global layer's tokens attend to themselves: their rows are written first, in every method."""
-    return _order("full_writes_before_read", flow, contract, "full", write_first=True)
-
-
-def conv_order(flow: Flow, contract: ProgramContract) -> CheckResult:
-    """A convolution sees the inputs before this call: its state is read first, in every method."""
-    return _order("conv_reads_before_write", flow, contract, "conv", write_first=False)
-
-
-def _order(
-    name: str, flow: Flow, contract: ProgramContract, kind: str, *, write_first: bool, meaning: str = ""
-) -> CheckResult:
-    """Whether every read of a state, for the output, is on the same side of all its writes.
-
-    A wrong order is reported with its `meaning`.
-    """
+def access_order(flow: Flow, contract: ProgramContract, kind: CacheKind) -> CheckResult:
+    """Whether, for the output, every state of that kind is read before or after all its writes, as the kind wants in
+    such a program. A wrong order is reported with its meaning."""
+    write_first, meaning = kind.writes_first(contract.write_first), kind.wrong_order(contract.write_first)
     problems, evidence, wrong = [], [], False
     reads, writes = list(flow.live_reads()), list(flow.writes_to_inputs())
-    for state in contract.of_kind(kind):
+    for state in contract.of_kind(kind.name):
         read = [(i, step.label) for i, step, name in reads if name == state.name]
         written = [(i, step.label) for i, step, name in writes if name == state.name]
         if not read or not written:
@@ -88,7 +66,8 @@ def _order(
     if wrong and meaning:
         problems.insert(0, meaning)
     shown = f", e.g. {evidence[0]}" if evidence else ""
-    return contract.result(name, problems, f"{len(evidence)} {kind} states{shown}")
+    name = kind.order_check(contract.write_first)
+    return contract.result(name, problems, f"{len(evidence)} {kind.name} states{shown}")
 
 
 def mutated_inputs_exactly_states(flow: Flow, contract: ProgramContract) -> CheckResult:
@@ -107,7 +86,7 @@ def mutated_inputs_exactly_states(flow: Flow, contract: ProgramContract) -> Chec
 
 
 def no_scalar_read_from_data(flow: Flow, trace: Trace, contract: ProgramContract) -> CheckResult:
-    """No number of the program is read out of a tensor that holds data or weights."""
+    """No number of the program is read from a tensor of data or weights."""
     problems, allowed = [], []
     for index, step in enumerate(flow.steps):
         if step.operator not in SCALAR_READS:
@@ -121,6 +100,6 @@ def no_scalar_read_from_data(flow: Flow, trace: Trace, contract: ProgramContract
 
 
 def no_tensor_remainder(flow: Flow, contract: ProgramContract) -> CheckResult:
-    """No remainder of tensors: run times differ in its sign, and phones lack the kernel."""
+    """No remainder of tensors: runtimes differ in its sign, and phones lack the kernel."""
     found = [step.label for step in flow.steps if step.operator in _REMAINDERS]
     return contract.result("no_tensor_remainder", found, f"none among {len(flow.steps)} steps")

@@ -5,30 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from exporter.backends import formats, traits
 from exporter.errors import GraphContractError
 from exporter.spec import CheckResult, MethodSpec, StateSpec
+from exporter.spec.checks import TRACED_CHECKS
 
-_BOTH_FORMS = (
-    "ring_write_index_from_shapes", "full_write_index_from_shapes", "write_index_is_definition",
-    "prefill_reads_before_write", "main_writes_before_read", "full_writes_before_read", "conv_reads_before_write",
-    "mutated_inputs_exactly_states", "no_scalar_read_from_data", "no_tensor_remainder", "finite_constants",
-    "dynamic_ranges", "last_token_logits_only",
-)  # fmt: skip
-EXPORTED_CHECKS = (*_BOTH_FORMS, "writes_land_on_their_rows")
-"""The names of the checks of an exported program; docs/graph-contract.md says what each proves."""
-FILE_CHECKS = (
-    *_BOTH_FORMS, "no_whole_state_copy", "operators_in_registry", "delegated_share", "planned_bytes",
-    "weights_stored_once", "file_bytes",
-)  # fmt: skip
-"""The names of the checks of a program file."""
-COREML_CHECKS = (
-    *(name for name in _BOTH_FORMS if name not in {"no_scalar_read_from_data", "no_tensor_remainder"}),
-    "no_whole_state_copy", "weights_stored_once", "states_as_declared", "exact_index_arithmetic",
-)  # fmt: skip
-"""The names of the checks of a Core ML package; docs/coreml.md says what each proves."""
-
-# Measured with XNNPACK in ExecuTorch 1.5.1, prefill and main: Gemma 3 270M in int8 89% and 95%; the tests' tiny Gemma
-# over int8 caches with slack in its rings, which has the least of the tests' models, 67% and 73%.
+# Measured with XNNPACK in ExecuTorch 1.5.1, prefill and main: Gemma 3 270M in int8 89% and 95%; the lowest of the
+# tests' models, the tiny Gemma over int8 caches with slack in its rings, 67% and 73%.
 MIN_DELEGATED_SHARE = {"prefill": 0.65, "main": 0.65}
 """The floor, by method, under which a lowering is refused: it no longer delegates what it did."""
 # An int8 cache rounds rows and queries, and where the operator does not read them decodes rows, outside delegates.
@@ -42,6 +25,11 @@ def delegated_floor(method: str, states: Sequence[StateSpec]) -> float | None:
     if floor is None:
         return None
     return floor - (INT8_CACHE_SHARE if any(state.dtype == "int8" for state in states) else 0.0)
+
+
+def known_checks() -> frozenset[str]:
+    """The names of all checks, of traced programs and of the files of every format."""
+    return frozenset({*TRACED_CHECKS, *(name for format in formats() for name in traits(format).checks)})
 
 
 @dataclass(frozen=True)
@@ -65,13 +53,12 @@ class ProgramContract:
     """One method's promises.
 
     Inputs are ``input_ids [1, Q]``, ``position_ids [1, S]`` and `states` in order; the tokens before this call are
-    S - Q, from shapes. A method whose Q is fixed at 1 writes rings before it reads them, every other one afterwards.
+    S - Q, from shapes.
 
     Args:
         method: the method's name in the program file.
         interface: its inputs, outputs and the inclusive ranges of its dynamic dimensions.
         states: the tensors it mutates.
-        last_token_only: whether logits of all Q tokens are forbidden.
         min_delegated_share: the least share of operators that must run inside delegates; None reports it only.
         max_planned_bytes: the most memory the method may plan for activations and outputs; None reports it only.
     """
@@ -79,7 +66,6 @@ class ProgramContract:
     method: str
     interface: MethodSpec
     states: tuple[StateSpec, ...]
-    last_token_only: bool = True
     min_delegated_share: float | None = None
     max_planned_bytes: int | None = None
 
@@ -94,7 +80,7 @@ class ProgramContract:
 
     @property
     def write_first(self) -> bool:
-        return self.query == (1, 1)
+        return self.interface.write_first
 
     @property
     def query(self) -> tuple[int, int]:
@@ -107,6 +93,11 @@ class ProgramContract:
         return self.range_of(self.interface.inputs[1].shape[1])
 
     @property
+    def last_token_only(self) -> bool:
+        """Whether logits of all Q tokens are forbidden."""
+        return self.interface.logits == "last"
+
+    @property
     def vocab_size(self) -> int:
         return self.range_of(self.interface.outputs[0].shape[-1])[1]
 
@@ -117,16 +108,21 @@ class ProgramContract:
     def of_kind(self, kind: str) -> tuple[StateSpec, ...]:
         return tuple(state for state in self.states if state.kind == kind)
 
+    @property
+    def positional(self) -> dict[str, StateSpec]:
+        """The states whose rows belong to positions, by name."""
+        return {state.name: state for state in self.states if state.cache_kind.positional}
+
     def result(self, name: str, problems: list[str], evidence: str) -> CheckResult:
-        """A check's outcome: it passed when there are no `problems`, which otherwise are the evidence."""
-        assert name in {*EXPORTED_CHECKS, *FILE_CHECKS, *COREML_CHECKS}, f"{name} is not listed"
+        """A check's result: passed if there are no `problems`, which are the evidence otherwise."""
+        assert name in known_checks(), f"{name} is not listed"
         return CheckResult(
             name=name, program=self.method, passed=not problems, evidence=summary(problems) if problems else evidence
         )
 
 
 def summary(items: list[str], most: int = 6) -> str:
-    """The first `most` items and how many there were."""
+    """The first `most` items and the number of all."""
     more = f"; and {len(items) - most} more" if len(items) > most else ""
     return "; ".join(items[:most]) + more
 

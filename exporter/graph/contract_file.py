@@ -1,7 +1,7 @@
 """The YAML file of a contract: what a program file must satisfy, for a CI that has only the file.
 
-``python -m exporter inspect FILE --check contract.yaml`` reads it. Every key may be absent, but for a bare `.pte`
-`program` has to say what a bundle's manifest would.
+``python -m exporter inspect FILE --check contract.yaml`` reads it. Every key may be absent, but a `.pte` without a
+bundle needs `program` in place of the manifest.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator, model_validator
 
+from exporter.backends import traits
 from exporter.config import read_yaml_model
 from exporter.errors import ConfigError
 from exporter.graph.contract import (
-    COREML_CHECKS,
-    EXPORTED_CHECKS,
-    FILE_CHECKS,
     FileLimits,
     ProgramContract,
     delegated_floor,
+    known_checks,
 )
-from exporter.spec import CheckResult, DType, Format, StateSpec, cache_states, stacked, state_name
+from exporter.kinds import KINDS, Rows, StateForm, kind_of, one_of
+from exporter.spec import CheckResult, DType, StateSpec, laid_out
 
 Count = Annotated[StrictInt, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -38,54 +38,55 @@ class LayerForm(_Part):
 
     A ``ring`` or ``full`` layer has keys and values, `row_shape` ``[KV heads, head_dim]``, and where these are int8 a
     float32 scale for each row and KV head; a ``conv`` layer has one state, `row_shape` ``[hidden size]``. `rows` is the
-    number of a ring (its capacity) or a convolution; a full state grows to the context.
+    number of a state that does not grow; one that grows does so to the context. `dtype` is the format's own where it is
+    left out.
     """
 
-    kind: Literal["ring", "full", "conv"]
+    kind: str
     row_shape: tuple[Count, ...]
     rows: Count | None = None
     count: Count = 1
-    dtype: DType = "float32"
+    dtype: DType | None = None
+
+    @field_validator("kind")
+    @classmethod
+    def _kind_exists(cls, value: str) -> str:
+        return one_of(value, KINDS)
 
     @model_validator(mode="after")
-    def _rows_fit_the_kind(self) -> LayerForm:
-        if (self.rows is None) != (self.kind == "full"):
-            raise ValueError("rows for kind ring and conv, and none for full, which grows to max_context_length")
-        axes = 1 if self.kind == "conv" else 2
-        if len(self.row_shape) != axes:
-            raise ValueError(f"a row_shape of {axes} for kind {self.kind}, not {len(self.row_shape)}")
+    def _shape_fits_the_kind(self) -> LayerForm:
+        kind = kind_of(self.kind)
+        if (self.rows is None) != kind.grows:
+            named = [[k.name for k in KINDS.values() if k.grows == grows] for grows in (False, True)]
+            fixed, growing = map(" and ".join, named)
+            raise ValueError(f"rows for kind {fixed}, and none for {growing}, which grows to max_context_length")
+        if len(self.row_shape) != kind.row_axes:
+            raise ValueError(f"a row_shape of {kind.row_axes} for kind {self.kind}, not {len(self.row_shape)}")
+        if self.dtype not in (None, *kind.dtypes):
+            raise ValueError(f"a dtype among {', '.join(kind.dtypes)} for kind {self.kind}, not {self.dtype}")
         return self
+
+    def states(self, layer: int, max_context_length: int, dtype: DType) -> tuple[StateSpec, ...]:
+        """Of one of these layers, in `dtype` where none is said."""
+        rows = self.rows or max_context_length
+        form = StateForm(kind=self.kind, row_shape=self.row_shape)
+        return kind_of(self.kind).states(layer, form, Rows(rows, rows), self.dtype or dtype)
 
 
 class ProgramForm(_Part):
-    """What a manifest says of a program: its limits, vocabulary and states."""
+    """The parts of a manifest that describe a program: limits, vocabulary and states."""
 
     max_context_length: Annotated[StrictInt, Field(ge=2)]
     max_prefill_chunk: Annotated[StrictInt, Field(ge=2)]
     vocab_size: Count
     layers: tuple[LayerForm, ...] = Field(min_length=1)
 
-    def states(self, format: Format = "executorch") -> tuple[StateSpec, ...]:
+    def states(self, format: str) -> tuple[StateSpec, ...]:
         """The states in the order of a program's inputs, named and laid out as the exporter does for `format`."""
-        found: list[StateSpec] = []
         forms = [form for form in self.layers for _ in range(form.count)]
-        for index, form in enumerate(forms):
-            rows = self.max_context_length if form.rows is None else form.rows
-            if form.kind == "conv":
-                found.append(
-                    StateSpec(
-                        name=state_name(index, "inputs"), layers=(index,), kind="conv", role="inputs", rows=rows,
-                        max_rows=rows, window=None, row_shape=form.row_shape, dtype=form.dtype,
-                    )
-                )  # fmt: skip
-            else:
-                found += cache_states(
-                    layer=index, kind=form.kind, rows=rows, max_rows=rows, window=None, dtype=form.dtype,
-                    row_shape=form.row_shape,
-                )  # fmt: skip
-        if format == "coreml":
-            return tuple(state.model_copy(update={"static": True, "dtype": "float16"}) for state in found)
-        return stacked(found) if format == "coreai" else tuple(found)
+        dtype = traits(format).state_dtype or "float32"
+        own = [form.states(layer, self.max_context_length, dtype) for layer, form in enumerate(forms)]
+        return laid_out([state for states in own for state in states], traits(format).layout)
 
 
 LIMIT_CHECKS = {
@@ -122,7 +123,7 @@ class ContractFile(_Part):
     @field_validator("checks")
     @classmethod
     def _checks_exist(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        known = sorted({*EXPORTED_CHECKS, *FILE_CHECKS, *COREML_CHECKS})
+        known = sorted(known_checks())
         unknown = [name for name in value or () if name not in known]
         if unknown:
             raise ValueError(f"some of {', '.join(known)}, not {', '.join(unknown)}")

@@ -1,8 +1,8 @@
 """One form for both programs that are checked: straight-line steps over values.
 
-An exported program and a lowered plan differ in how they spell an operator, an alias and a write; here they no longer
-do, so that each check of order, mutation and provenance is written once. A value is a node's name in an exported
-program and an index in a plan.
+Exported programs and lowered plans spell operators, aliases and writes differently. A flow has one form for both, so
+each check of order, mutation and provenance is written once. A value is a node's name in an exported program and an
+index in a plan.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ class Flow:
     def live_reads(self) -> Iterator[tuple[int, Step, str]]:
         """Every read of an input on which an output depends: (position, step, input).
 
-        A read that only serves to build the next content of a state (a ring rewritten by a gather) is not among them.
+        Reads that only build the next content of a state (a ring rewritten by a gather) are left out.
         """
         live = {self.root(value) for value in self.outputs}
         found: list[tuple[int, Step, str]] = []
         for index in range(len(self.steps) - 1, -1, -1):
             step = self.steps[index]
-            # Writing a state makes nothing live: who reads the state later is a read of its own.
+            # Writing a state makes nothing live: a later read of the state counts by itself.
             written = {self.root(v) for v in step.writes if self.input_name(v) is None}
             if not live & ({self.root(v) for v in step.results if self.input_name(v) is None} | written):
                 continue
@@ -98,5 +98,5 @@ class Flow:
                     live.add(self.root(value))
                 elif not any(value == source for _, source in step.aliases):
                     found.append((index, step, name))
-            # A view of a state is no read; whoever consumes the view is one.
+            # A view of a state is not a read; using the view is.
         yield from reversed(found)

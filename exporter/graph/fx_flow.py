@@ -21,7 +21,7 @@ _SHAPE_ONLY = frozenset(
         "aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::new_empty",
     }
 )  # fmt: skip
-# In-place operators that do not look at what they overwrite.
+# In-place operators that do not read what they overwrite.
 _PURE_WRITES = frozenset(
     {
         "aten::copy_", "aten::index_copy_", "aten::index_put_", "aten::scatter_", "aten::fill_", "aten::zero_",
@@ -75,7 +75,8 @@ def nodes_in(argument: Any) -> list[Node]:
 
 
 def flow_of(program: ExportedProgram, names: tuple[str, ...], *, positions: bool = True) -> Flow:
-    """The program as steps, its user inputs called `names`; without `positions`, what places a write is left out.
+    """The program as steps, its user inputs called `names`; without `positions`, the values that place a write are left
+    out.
 
     Raises:
         GraphContractError: the program was decomposed already (its writes are no longer in the graph), or does not
@@ -125,7 +126,7 @@ def _step(node: Node, positions: bool) -> Step:
     operator, arguments, written = operator_name(node), node.all_input_nodes, written_arguments(node)
     read = [n for n in arguments if not (operator in _PURE_WRITES and n in written)]
     shape_only = operator in _SHAPE_ONLY
-    # A number handed to zeros_like and the like is content; the tensor only lends its shape.
+    # A number given to zeros_like and similar is content; of the tensor only the shape is used.
     sizes = [n for n in read if shape_only and isinstance(n.meta.get("val"), torch.Tensor)]
     return Step(
         label=node.name,
@@ -165,7 +166,8 @@ def _has_unbacked_shape(node: Node) -> bool:
 
 
 def _positions(node: Node, written: Node) -> Iterator[Node]:
-    """What places the write: the operator's own index, the views it goes through, and the gather that made its value.
+    """The values that place the write: the operator's index, the views it goes through, and the gather that made its
+    value.
 
     An in-place operator this module does not know places its write by all its arguments.
     """
@@ -180,7 +182,7 @@ def _positions(node: Node, written: Node) -> Iterator[Node]:
         yield from _arguments(base, _POSITION_ARGUMENTS.get(operator_name(base), ()))
         base = _aliased(base)[0]
     if operator == "aten::copy_":
-        # A state rewritten from its own old content: the indices of that gather are where the write goes.
+        # A state rewritten from its own old content: the indices of that gather place the write.
         for source in nodes_in(node.args[1]):
             yield from _gather_positions(source, base, {})
 

@@ -1,8 +1,8 @@
-"""That a cache write lands where the definition says, shown on the exported program itself.
+"""Shows on the exported program that a cache write goes to the row of the definition.
 
-Two ways, which complement each other. A symbolic index is compared with ``Mod(S - Q, C)`` as an expression. And the
-write is played: the state holds the position of each row, the incoming rows hold theirs, the index is computed by the
-graph's own nodes for concrete lengths, and afterwards every row must hold the position the definition puts there.
+In two ways. A symbolic index is compared with the row of position S - Q as an expression. And the write is run: the
+state and the incoming rows hold the position of each row, the graph's own nodes compute the index for concrete lengths,
+and afterwards every row must hold the position that the definition puts there.
 
 Letters: Q query_len, S seq_len, C capacity of a ring.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import sympy
@@ -23,7 +24,7 @@ from exporter.graph.contract import ProgramContract
 from exporter.graph.flow import Flow
 from exporter.graph.fx_flow import operator_name
 from exporter.graph.provenance import Trace
-from exporter.spec import StateSpec
+from exporter.spec import CacheKind, StateSpec
 
 NEVER_WRITTEN = -1.0
 
@@ -38,19 +39,19 @@ _MOVES = frozenset(
 
 
 class NotPlayable(Exception):
-    """A write this module cannot play; the reason is its text."""
+    """A write that this module cannot run; the reason is its text."""
 
 
 def expression(value: Any) -> sympy.Expr:
-    """The expression behind a size, an index or a node's value."""
+    """The expression of a size, an index or a node's value."""
     if isinstance(value, Node):
         value = value.meta.get("val")
     return value.node.expr if isinstance(value, torch.SymInt) else sympy.sympify(value)
 
 
 def same_index(index: sympy.Expr, expected: sympy.Expr) -> bool:
-    """Whether the two are one expression; Python's remainder is the mathematical one, dividends being >= 0."""
-    plain = index.replace(PythonMod, Mod)
+    """Whether the two are one expression; torch's remainders are the mathematical one, dividends being >= 0."""
+    plain = index.replace(PythonMod, sympy.Mod).replace(Mod, sympy.Mod)
     return bool(plain == expected or sympy.expand(plain - expected) == 0)
 
 
@@ -67,10 +68,10 @@ class Lengths:
 
 
 def sample_lengths(contract: ProgramContract) -> list[Lengths]:
-    """Calls around every place where a ring wraps, and the corners of the declared ranges."""
+    """Calls around every place where a state that does not grow wraps, and the corners of the declared ranges."""
     query_low, query_high = contract.query
     low, high = contract.sequence
-    capacities = sorted({state.rows for state in contract.of_kind("ring")}) or [1]
+    capacities = _capacities(contract)
     queries = {query_low, query_high, *(q for c in capacities for q in (c, c + 1) if query_low <= q <= query_high)}
     found: dict[tuple[int, int], Lengths] = {}
     for query_len in sorted(queries):
@@ -83,17 +84,29 @@ def sample_lengths(contract: ProgramContract) -> list[Lengths]:
 
 def played_lengths(contract: ProgramContract) -> list[Lengths]:
     """The sampled calls within a few turns of the largest ring: later ones repeat them on ever larger states."""
-    capacity = max((state.rows for state in contract.of_kind("ring")), default=1)
-    most = 4 * (capacity + contract.query[1])
+    most = 4 * (_capacities(contract)[-1] + contract.query[1])
     return [one for one in sample_lengths(contract) if one.seq_len <= most]
 
 
+def _capacities(contract: ProgramContract) -> list[int]:
+    """Rows of the states in which positions share rows, from the least on."""
+    return sorted({state.rows for state in contract.positional.values() if not state.cache_kind.grows}) or [1]
+
+
 def expected_rows(state: StateSpec, rows: int, seq_len: int) -> torch.Tensor:
-    """The position each row of a state holds after `seq_len` tokens, slowly and from the definition."""
+    """The position each row of a state holds after `seq_len` tokens, directly from the definition."""
+    return torch.tensor(_replayed(state.cache_kind, rows, seq_len))
+
+
+@lru_cache(maxsize=256)
+def _replayed(kind: CacheKind, rows: int, seq_len: int) -> tuple[float, ...]:
+    """Position after position; the same for all states of a kind."""
     held = [NEVER_WRITTEN] * rows
-    for position in range(max(0, seq_len - rows), seq_len):
-        held[position % state.rows if state.kind == "ring" else position] = float(position)
-    return torch.tensor(held)
+    for position in range(seq_len):
+        row = kind.row_of(position, rows)
+        if row is not None:
+            held[row] = float(position)
+    return tuple(held)
 
 
 @dataclass
@@ -125,14 +138,14 @@ class Player:
         inputs = self.contract.interface.inputs
         if declared == inputs[0].shape[1]:
             return self.lengths.query_len
-        # Rows of a growing state: as few as the call allows.
+        # Rows of a growing state: the fewest that the call allows.
         return max(self.lengths.seq_len, self.contract.range_of(declared)[0])
 
     def size(self, value: Any) -> int:
         return int(expression(value).subs(self._symbols))
 
     def state_after(self, state: StateSpec) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the rows of `state` hold after the call, and what they should hold."""
+        """The positions in the rows of `state` after the call, and the expected ones."""
         name = next(value for value, given in self.flow.inputs.items() if given == state.name)
         node = self._nodes[str(name)]
         shape = [self.size(n) for n in node.meta["val"].shape]
@@ -196,7 +209,7 @@ class Player:
         return result
 
     def _moves(self, node: Node, operator: str, state: str | None) -> bool:
-        # On the way from the state to its own rewrite everything is run as it stands, e.g. a `where` over old and new.
+        # Between the state and its own rewrite every node is run, for example a `where` over old and new.
         return (operator in _MOVES and not _converts(node)) or self._reaches(node, state)
 
     def _reaches(self, node: Node, state: str | None) -> bool:
@@ -218,7 +231,7 @@ class Player:
         if self.lengths.query_len == 1 and self._query == 1:
             return positions.expand(sizes).clone()
         axes = [axis for axis, n in enumerate(shape) if expression(n) == self._query]
-        if 1 in axes:  # where rows stand by convention; a Q fixed at 2 may equal the number of KV heads too
+        if 1 in axes:  # the axis of rows by convention; a Q fixed at 2 may equal the number of KV heads too
             axes = [1]
         if len(axes) != 1:
             raise NotPlayable(f"{node.name} has no single axis of Q rows: {tuple(shape)}")
@@ -234,7 +247,7 @@ def _converts(node: Node) -> bool:
 def play_writes(
     program: ExportedProgram, contract: ProgramContract, flow: Flow, trace: Trace, states: tuple[StateSpec, ...]
 ) -> Iterator[tuple[StateSpec, str]]:
-    """Play every write to `states` for the sampled lengths; yields the first thing wrong with each state."""
+    """Run every write to `states` for the sampled lengths; yields the first problem of each state."""
     open_states = dict.fromkeys(states)
     for lengths in played_lengths(contract):
         player = Player(program, contract, flow, trace, lengths)

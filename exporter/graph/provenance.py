@@ -1,4 +1,4 @@
-"""Where a value comes from: which inputs' shapes, which inputs' content, which constants."""
+"""What a value depends on: the shapes of inputs, the content of inputs, constants."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from exporter.graph.flow import SCALAR_READS, Flow, Value
 
 @dataclass(frozen=True)
 class Provenance:
-    """What a value descends from.
+    """What a value depends on.
 
     Args:
         shapes: inputs of which only the shape matters.
         data: inputs whose content matters.
         constants: parameters, buffers and lifted constants.
-        scalar_reads: the steps on the way that turned a tensor's content into a number.
+        scalar_reads: the steps that turned a tensor's content into a number for it.
     """
 
     shapes: frozenset[str] = frozenset()
@@ -47,8 +47,8 @@ NOTHING = Provenance()
 class Trace:
     """The provenance of every value of a flow, with writes in place taken into account in program order.
 
-    `positions[i]` and `reads[i]` are what step i saw when it ran: of the values that place its write, and of all it
-    read.
+    `positions[i]` is the provenance of the values that place the write of step i, `reads[i]` of all it reads, as of
+    that step.
     """
 
     def __init__(self, flow: Flow) -> None:
@@ -67,11 +67,11 @@ class Trace:
             self._take(step.label, step.operator in SCALAR_READS, len(self.reads))
 
     def of(self, value: Value) -> Provenance:
-        """What the content of `value` descends from, after the last step."""
+        """The provenance of the content of `value`, after the last step."""
         return self._content.get(value, NOTHING) | self._written.get(self._flow.root(value), NOTHING)
 
     def shape_of(self, value: Value) -> Provenance:
-        """What the shape of `value` descends from."""
+        """The provenance of the shape of `value`."""
         return self._shape.get(value, NOTHING)
 
     def _take(self, label: str, is_scalar_read: bool, index: int) -> None:

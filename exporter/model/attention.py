@@ -1,27 +1,33 @@
 """Grouped-query attention over a caller-owned cache.
 
-Letters: Q query_len, C capacity, H heads, K KV heads, D head_dim, `offset` = tokens before this call.
+Letters: Q query_len, C capacity, H heads, K KV heads, D head_dim.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
 from exporter.cache import masks
 from exporter.cache.interface import CacheKernels, Extras
 from exporter.model.norms import RMSNorm
+from exporter.model.parts import Call, Mixer, Site
 from exporter.model.rope import rotate
-from exporter.spec import AttentionSpec
-
-Rotary = tuple[torch.Tensor, torch.Tensor] | None
+from exporter.spec import AttentionSpec, StateSpec
 
 
-class Attention(torch.nn.Module):
+class Attention(Mixer, spec=AttentionSpec):
     """One attention layer, sliding or global, as its spec says."""
 
-    def __init__(self, spec: AttentionSpec, hidden_size: int, norm_eps: float, kernels: CacheKernels) -> None:
-        super().__init__()
-        self.spec, self.kernels = spec, kernels
+    def __init__(
+        self, spec: AttentionSpec, hidden_size: int, norm_eps: float, kernels: CacheKernels,
+        states: Sequence[StateSpec] = (),
+    ) -> None:  # fmt: skip
+        super().__init__(spec, hidden_size, norm_eps, kernels)
+        self.spec, self.rope = spec, spec.rope
+        # As it was planned: never more than the context.
+        self.window = states[0].window if states else spec.window
         query_size, kv_size = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
         self.q_proj = torch.nn.Linear(hidden_size, query_size, bias=spec.qkv_bias)
         self.k_proj = torch.nn.Linear(hidden_size, kv_size, bias=spec.qkv_bias)
@@ -33,20 +39,20 @@ class Attention(torch.nn.Module):
         if spec.sinks:
             self.sinks = torch.nn.Parameter(torch.zeros(spec.num_attention_heads))
 
-    def forward(
-        self, hidden: torch.Tensor, rotary: Rotary, states: list[torch.Tensor], *, offset: int,
-        window: int | None, write_first: bool,
-    ) -> torch.Tensor:  # fmt: skip
-        """hidden ``[1, Q, hidden_size]``; states: the layer's own, in the order of the plan, written in place.
+    @property
+    def sites(self) -> Sequence[Site]:
+        """Channel c of a head's output is a mean of channel c of its KV head's values."""
+        by_values = Site(("o_proj",), source="v_proj", groups=self.spec.num_key_value_heads)
+        return (Site(("q_proj", "k_proj", "v_proj")), by_values)
 
-        `window` is the layer's window as the state was planned (never more than the context).
-        """
-        query_len = hidden.shape[1]
+    def forward(self, normed: torch.Tensor, call: Call, states: list[torch.Tensor]) -> torch.Tensor:
+        """See `Mixer.forward`."""
+        offset, window, rotary = call.offset, self.window, call.rotary[self.rope]
         heads, kv_heads, head_dim = self.spec.num_attention_heads, self.spec.num_key_value_heads, self.spec.head_dim
         # The one length a view leaves open is the dynamic one: XNNPACK takes no symbolic sizes.
-        query = self.q_proj(hidden).view(1, -1, heads, head_dim)
-        keys = self.k_proj(hidden).view(1, -1, kv_heads, head_dim)
-        values = self.v_proj(hidden).view(1, -1, kv_heads, head_dim)
+        query = self.q_proj(normed).view(1, -1, heads, head_dim)
+        keys = self.k_proj(normed).view(1, -1, kv_heads, head_dim)
+        values = self.v_proj(normed).view(1, -1, kv_heads, head_dim)
         if self.spec.qk_norm:
             query, keys = self.q_norm(query), self.k_norm(keys)
         if rotary is not None:
@@ -59,9 +65,9 @@ class Attention(torch.nn.Module):
         else:
             ring = self.kernels.ring(states, window)
             chunk, capacity = ring.encode(keys, values), states[0].shape[1]
-            if not write_first:
+            if not call.write_first:
                 rows = ring.fetch_and_concat(chunk, offset)
-                visible = ring.concat_mask(offset, query_len)
+                visible = ring.concat_mask(offset, call.query_len)
                 attended = self.kernels.attend_masked(query, rows, visible, extras)
                 ring.update(chunk, offset)
             elif capacity == window:  # softmax does not mind the order of slots: no mask

@@ -7,22 +7,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
 from exporter.cache.interface import CacheKernels
 from exporter.cache.plain import PlainKernels
-from exporter.model.attention import Attention
-from exporter.model.convolution import ShortConv
-from exporter.model.mlp import MLP
-from exporter.model.moe import MoE
 from exporter.model.norms import RMSNorm
+from exporter.model.parts import Call, FeedForward, Mixer, Part, part_of
 from exporter.model.rope import RotaryTable
-from exporter.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, StateSpec
+from exporter.spec import LayerSpec, ModelSpec, StateSpec
 
 ReadParameter = Callable[[str], torch.Tensor]
 """A parameter's name to its float32 values; called again, it reads again."""
+Around = Callable[[int], AbstractContextManager[object]]
+"""A layer's number to what surrounds the work of that layer."""
 
 
 def all_read(name: str) -> torch.Tensor:
@@ -33,22 +32,30 @@ def all_read(name: str) -> torch.Tensor:
 class DecoderLayer(torch.nn.Module):
     """Mixer and feed-forward, each behind a norm and a residual; with `post_norms` each is normed once more."""
 
-    def __init__(self, spec: LayerSpec, model: ModelSpec, kernels: CacheKernels) -> None:
+    def __init__(
+        self, spec: LayerSpec, model: ModelSpec, kernels: CacheKernels, states: Sequence[StateSpec] = ()
+    ) -> None:
         super().__init__()
         size, eps = model.hidden_size, model.norm_eps
         self.post_norms = spec.post_norms
         self.input_norm = RMSNorm(size, eps)
-        self.mixer: Attention | ShortConv
-        if isinstance(spec.mixer, AttentionSpec):
-            self.mixer = Attention(spec.mixer, size, eps, kernels)
-        else:
-            self.mixer = ShortConv(spec.mixer, size)
+        self.mixer = part_of(spec.mixer, Mixer)(spec.mixer, size, eps, kernels, states)
         self.feed_forward_norm = RMSNorm(size, eps)
-        feed_forward = spec.feed_forward
-        self.feed_forward = MLP(feed_forward, size) if isinstance(feed_forward, MLPSpec) else MoE(feed_forward, size)
+        self.feed_forward = part_of(spec.feed_forward, FeedForward)(spec.feed_forward, size)
         if spec.post_norms:
             self.post_mixer_norm = RMSNorm(size, eps)
             self.post_feed_forward_norm = RMSNorm(size, eps)
+
+    def parts(self) -> tuple[tuple[str, Part, RMSNorm], ...]:
+        """Mixer and feed-forward: the name of each, itself, and the norm before it."""
+        return (
+            ("mixer", self.mixer, self.input_norm),
+            ("feed_forward", self.feed_forward, self.feed_forward_norm),
+        )  # fmt: skip
+
+    def forward(self, hidden: torch.Tensor, call: Call, states: list[torch.Tensor]) -> torch.Tensor:
+        """``[1, Q, D]`` to ``[1, Q, D]``; `states` are the layer's own, in the order of the plan."""
+        return self.feed(self.mix(hidden, self.mixer(self.input_norm(hidden), call, states)))
 
     def mix(self, hidden: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
         return hidden + (self.post_mixer_norm(mixed) if self.post_norms else mixed)
@@ -73,20 +80,21 @@ class Decoder(torch.nn.Module):
         self.states = tuple(states)
         kernels = kernels or PlainKernels()
         self.embed_tokens: torch.nn.Module = torch.nn.Embedding(spec.vocab_size, spec.hidden_size)
-        layers = [DecoderLayer(layer, spec, kernels) for layer in spec.layers]
+        self.layer_states = [
+            [(i, state.layers.index(n)) for i, state in enumerate(states) if n in state.layers]
+            for n in range(len(spec.layers))
+        ]
+        layers = [
+            DecoderLayer(layer, spec, kernels, [self.states[i] for i, _ in places])
+            for layer, places in zip(spec.layers, self.layer_states, strict=True)
+        ]
         self.layers: Sequence[DecoderLayer] = torch.nn.ModuleList(layers)  # type: ignore[assignment]
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps)
         self.lm_head: torch.nn.Module = torch.nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
         if spec.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        ropes = [layer.mixer.rope if isinstance(layer.mixer, AttentionSpec) else None for layer in spec.layers]
-        distinct = [rope for i, rope in enumerate(ropes) if rope is not None and rope not in ropes[:i]]
-        self.rotary_tables = torch.nn.ModuleList(RotaryTable(rope) for rope in distinct)
-        self.rotary_index = [None if rope is None else distinct.index(rope) for rope in ropes]
-        self.layer_states = [
-            [(i, state.layers.index(n)) for i, state in enumerate(states) if n in state.layers]
-            for n in range(len(spec.layers))
-        ]
+        self.ropes = list(dict.fromkeys(rope for layer in layers if (rope := layer.mixer.rope) is not None))
+        self.rotary_tables = torch.nn.ModuleList(RotaryTable(rope) for rope in self.ropes)
 
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, states: Sequence[torch.Tensor], write_first: bool
@@ -109,39 +117,55 @@ class Decoder(torch.nn.Module):
         query_len = input_ids.shape[1]
         offset = position_ids.shape[1] - query_len
         torch._check(offset >= 0)
-        hidden = self.embed(input_ids)
-        turns = self.turns(query_len, offset)
-        for n, places in enumerate(self.layer_states):
-            own = [
-                states[i].narrow(0, place, 1) if len(self.states[i].layers) > 1 else states[i] for i, place in places
-            ]
-            hidden = self.apply_layer(n, hidden, turns, own, offset=offset, write_first=write_first)
-        return hidden
+        hidden = [self.embed(input_ids)]
+        call = self.call(query_len, offset, write_first)
+        for _ in self.through_layers(hidden, [call], lambda n: self.states_of(n, states)):
+            pass
+        return hidden[0]
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """int64 ``[1, Q]`` to what the first layer takes, ``[1, Q, D]``."""
         hidden: torch.Tensor = self.embed_tokens(input_ids)
         return hidden * self.spec.embedding_scale if self.spec.embedding_scale != 1.0 else hidden
 
-    def turns(self, query_len: int, offset: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What every rotary table says for Q positions from `offset`."""
+    def call(self, query_len: int, offset: int, write_first: bool) -> Call:
+        """A call with Q tokens from position `offset` on."""
         positions = (torch.arange(query_len) + offset).to(torch.float32)
-        return [table(positions) for table in self.rotary_tables]
+        tables = zip(self.ropes, self.rotary_tables, strict=True)
+        return Call(query_len, offset, write_first, {None: None, **{rope: table(positions) for rope, table in tables}})
 
-    def apply_layer(
-        self, n: int, hidden: torch.Tensor, turns: list[tuple[torch.Tensor, torch.Tensor]],
-        own: list[torch.Tensor], *, offset: int, write_first: bool,
-    ) -> torch.Tensor:  # fmt: skip
-        """Layer n alone, ``[1, Q, D]`` to ``[1, Q, D]``; `own` are its states, in the order of the plan."""
-        layer, rope = self.layers[n], self.rotary_index[n]
-        normed = layer.input_norm(hidden)
-        if isinstance(layer.mixer, Attention):
-            window = self.states[self.layer_states[n][0][0]].window
-            turn = None if rope is None else turns[rope]
-            mixed = layer.mixer(normed, turn, own, offset=offset, window=window, write_first=write_first)
-        else:
-            mixed = layer.mixer(normed, own[0], offset)
-        return layer.feed(layer.mix(hidden, mixed))
+    def states_of(self, n: int, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Layer n's own part ``[1, rows, ...]`` of `states`, which are in the order of the plan."""
+        return [
+            states[i].narrow(0, place, 1) if len(self.states[i].layers) > 1 else states[i]
+            for i, place in self.layer_states[n]
+        ]
+
+    def through_layers(
+        self, hidden: list[torch.Tensor], calls: Sequence[Call], states: Callable[[int], list[torch.Tensor]],
+        around: Around = lambda n: nullcontext(),
+    ) -> Iterator[int]:  # fmt: skip
+        """Take the tokens of `calls` through one layer after the other: the one loop over layers there is.
+
+        A layer does its part of all calls before the next one is looked at. Its number is given once it is done, and
+        whoever takes it may change the layer then.
+
+        Args:
+            hidden: what the first layer takes of each call, ``[1, Q, D]``; replaced, item by item, by what comes out.
+            calls: in the order in which they are made.
+            states: a layer's number to its own states, in the order of the plan.
+            around: what surrounds a layer's work.
+        """
+        for n in range(len(self.layers)):
+            with around(n):
+                self._through_layer(n, hidden, calls, states(n))
+            yield n
+
+    def _through_layer(
+        self, n: int, hidden: list[torch.Tensor], calls: Sequence[Call], own: list[torch.Tensor]
+    ) -> None:
+        for i, call in enumerate(calls):
+            hidden[i] = self.layers[n](hidden[i], call, own)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """What `hidden_states` returned, ``[1, Q, D]``, to ``[1, Q, V]``."""
@@ -210,8 +234,7 @@ class Decoder(torch.nn.Module):
         shared = {id(tensor): tensor for tensor in (*self.parameters(), *self.buffers())}
         twin = copy.deepcopy(self, {**shared, id(self.spec): self.spec})
         for layer in twin.layers:
-            if isinstance(layer.mixer, Attention):
-                layer.mixer.kernels = kernels
+            layer.mixer.kernels = kernels
         return twin
 
 

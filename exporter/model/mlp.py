@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn import functional as F
 
+from exporter.model.parts import FeedForward, Site
 from exporter.spec import Activation, MLPSpec
 
 
@@ -29,15 +30,19 @@ def activation(name: Activation) -> Callable[[torch.Tensor], torch.Tensor]:
     return functions[name]
 
 
-class MLP(torch.nn.Module):
+class MLP(FeedForward, spec=MLPSpec):
     """``down(act(gate(x)) * up(x))``, ``[B, Q, D]`` to ``[B, Q, D]``."""
 
     def __init__(self, spec: MLPSpec, hidden_size: int) -> None:
-        super().__init__()
+        super().__init__(spec, hidden_size)
         self.gate_proj = torch.nn.Linear(hidden_size, spec.intermediate_size, bias=spec.bias)
         self.up_proj = torch.nn.Linear(hidden_size, spec.intermediate_size, bias=spec.bias)
         self.down_proj = torch.nn.Linear(spec.intermediate_size, hidden_size, bias=spec.bias)
         self.activation = activation(spec.activation)
+
+    @property
+    def sites(self) -> Sequence[Site]:
+        return (Site(("gate_proj", "up_proj")), Site(("down_proj",), source="up_proj"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))

@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from exporter.model.mlp import activation
+from exporter.model.parts import FeedForward
 from exporter.spec import MoESpec
 
 
@@ -26,14 +27,15 @@ class Experts(torch.nn.Module):
             torch.nn.init.normal_(parameter, std=0.02)
 
 
-class MoE(torch.nn.Module):
+class MoE(FeedForward, spec=MoESpec):
     """Every expert runs on every token and is weighted, 0 where it was not chosen.
 
-    Static shapes and no data-dependent gather: which experts a token takes never shapes the graph.
+    Static shapes and no data-dependent gather: which experts a token takes never shapes the graph. Router and experts
+    are no sites: they are not quantised.
     """
 
     def __init__(self, spec: MoESpec, hidden_size: int) -> None:
-        super().__init__()
+        super().__init__(spec, hidden_size)
         self.spec = spec
         self.router = torch.nn.Linear(hidden_size, spec.num_experts, bias=spec.router_bias)
         self.experts = Experts(spec, hidden_size)

@@ -1,6 +1,8 @@
-"""Quantise a decoder in place, before it is traced, as a `QuantizationSpec` says."""
+"""Quantise a decoder in place, before it is traced, as a recipe says."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 
@@ -8,69 +10,73 @@ from exporter.machine import release_freed_memory
 from exporter.model.decoder import Decoder, ReadParameter, all_read
 from exporter.quantization import calibration, smoothing
 from exporter.quantization.gptq import Gptq, stretches
-from exporter.quantization.linears import Nearest, Rounding, check_linears, linear_names, quantize_linears
+from exporter.quantization.linears import quantize_linears
 from exporter.quantization.modules import QuantizedEmbedding, QuantizedLinear, SplitEmbedding, SplitLinear
-from exporter.quantization.tables import check_tables, quantize_tables
-from exporter.spec import QuantizationSpec
+from exporter.quantization.tables import quantize_tables
+from exporter.spec import HEAD, GridSpec, Recipe
 
 __all__ = ["QuantizedEmbedding", "QuantizedLinear", "SplitEmbedding", "SplitLinear", "quantize"]
 
+WHOLE = 32
+"""GPTQ's stretches of columns are whole numbers of so many where no weight of the model has groups."""
 
-def quantize(
-    decoder: Decoder, spec: QuantizationSpec, ids: torch.Tensor | None = None, read: ReadParameter = all_read
-) -> None:
-    """Replace the modules `spec` names by their quantised forms, and fold factors into the others, in place.
+
+def quantize(decoder: Decoder, recipe: Recipe, ids: torch.Tensor | None = None, read: ReadParameter = all_read) -> None:
+    """Replace the modules whose weights `recipe` puts on grids by their quantised forms, and fold factors into the
+    others, in place.
 
     What the factors and GPTQ's rounding follow is what goes through the float model over `ids`; equal weights, ids and
-    numbers of threads give an equal result. Routers of experts and experts' stacked weights keep their float values.
+    numbers of threads give an equal result.
 
     Args:
         decoder: the float32 model; of one that is unread, one layer and one table at a time are ever in float.
-        spec: what to do.
-        ids: int64 ``[1, T]`` of `calibration.calibration_ids`, where ``spec.is_calibrated``.
+        recipe: of a format whose traits say `decoder_is_rounded`.
+        ids: int64 ``[1, T]`` of `calibration.calibration_ids`, where ``recipe.is_calibrated``.
         read: gives the parameters of an unread decoder.
 
     Raises:
-        ConfigError: `group_size` does not divide a quantised weight's input channels, or `keep_int8` names nothing.
         CheckpointError: what goes through the float model is not finite.
     """
-    check_linears(decoder, spec)
-    check_tables(decoder, spec)
-    if not spec.is_calibrated:
-        rounding = Nearest(spec.group_size)
-        for layer in (f"layers.{n}" for n in range(len(decoder.layers))):
-            decoder.read_part(layer, read)
-            quantize_linears(decoder, spec, linear_names(decoder, f"{layer}."), rounding)
+    if not recipe.is_calibrated:
+        for number, layer in enumerate(decoder.layers):
+            decoder.read_part(f"layers.{number}", read)
+            names = (f"layers.{number}.{name}" for site in calibration.sites(layer).values() for name in site)
+            quantize_linears(decoder, recipe, names)
         decoder.read_part("norm", read)
-        quantize_tables(decoder, spec, rounding, read)
+        quantize_tables(decoder, recipe, read=read)
         return
     assert ids is not None, "smoothing and GPTQ follow the inputs of the model"
+    sites = {calibration.HEAD: (calibration.HEAD,)} | {
+        f"layers.{n}.{site}": tuple(f"layers.{n}.{name}" for name in names)
+        for n, layer in enumerate(decoder.layers)
+        for site, names in calibration.sites(layer).items()
+    }
+
+    def kept(site: str) -> list[GridSpec]:
+        """The forms of what meets this input."""
+        return [part for name in sites[site] for part in recipe.parts(f"{name}.weight")]
 
     def cuts(site: str, channels: int) -> list[int]:
-        return stretches(channels, spec.group_size) if _rounded_by_gptq(spec, site) else []
-
-    def rounding_at(site: str, inputs: calibration.Inputs) -> Rounding:
-        by_gptq = _rounded_by_gptq(spec, site)
-        return Gptq(inputs.moments, spec.group_size) if by_gptq else Nearest(spec.group_size)
+        follows = any(part.gptq for part in kept(site))
+        return stretches(channels, _whole(kept(site), recipe)) if follows else []
 
     for n, inputs in calibration.observe(decoder, ids, cuts, read):
         if n is None:
             release_freed_memory()  # of the layers' floats
             head = inputs[calibration.HEAD]
-            if spec.smooth and spec.head != "none":
+            if recipe.smooth and not recipe.is_float(HEAD):
                 smoothing.fold_head(decoder, head)
-            quantize_tables(decoder, spec, rounding_at(calibration.HEAD, head), read)
+            quantize_tables(decoder, recipe, Gptq(head.moments), read)
             continue
-        users = calibration.sites(decoder.layers[n])
-        if spec.smooth and spec.linear != "none":
+        if recipe.smooth and not all(part.is_float for site in inputs for part in kept(f"layers.{n}.{site}")):
             smoothing.fold_layer(decoder.layers[n], inputs)
-        for site, names in users.items():
-            full = [f"layers.{n}.{name}" for name in names]
-            quantize_linears(decoder, spec, full, rounding_at(site, inputs[site]))
+        for site in calibration.sites(decoder.layers[n]):
+            quantize_linears(decoder, recipe, sites[f"layers.{n}.{site}"], Gptq(inputs[site].moments))
 
 
-def _rounded_by_gptq(spec: QuantizationSpec, site: str) -> bool:
-    """Whether what meets this input is rounded by GPTQ."""
-    if spec.rounding != "gptq":
-        return False
-    return spec.head != "none" if site == calibration.HEAD else spec.linear != "none"
+def _whole(kept: list[GridSpec], recipe: Recipe) -> int:
+    """How many columns no stretch of GPTQ may part: groups of what meets an input, or of the other weights."""
+    for parts in (kept, [part for own in recipe.kept for part in own.parts]):
+        if sizes := {part.group_size for part in parts if part.group_size is not None}:
+            return math.lcm(*sizes)
+    return WHOLE

@@ -18,9 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from exporter.cache.plain import PlainKernels
 from exporter.english import english_text
 from exporter.errors import CheckpointError
-from exporter.model.attention import Attention
 from exporter.model.decoder import Decoder, DecoderLayer, ReadParameter, all_read
-from exporter.model.mlp import MLP
 from exporter.quantization.linears import linear_at
 from exporter.spec import TokenizerSpec
 
@@ -58,8 +56,7 @@ def calibration_ids(tokenizer: Path, spec: TokenizerSpec, context: int) -> torch
     """
     encoder = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
     ids = encoder.encode(calibration_text(), add_special_tokens=False).ids
-    bos = [spec.bos_token_id] if spec.add_bos and spec.bos_token_id is not None else []
-    return torch.tensor([(bos + ids)[: min(TOKENS, context)]])
+    return torch.tensor([spec.with_bos(ids)[: min(TOKENS, context)]])
 
 
 @dataclass
@@ -100,15 +97,11 @@ class Inputs:
 def sites(layer: DecoderLayer) -> dict[str, tuple[str, ...]]:
     """The inputs of a layer's linears: the name of the first linear that takes it, and of all that do. Experts and
     their router are no such linears."""
-    found: dict[str, tuple[str, ...]]
-    if isinstance(layer.mixer, Attention):
-        found = {"mixer.q_proj": ("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"), "mixer.o_proj": ("mixer.o_proj",)}
-    else:
-        found = {"mixer.in_proj": ("mixer.in_proj",), "mixer.out_proj": ("mixer.out_proj",)}
-    if isinstance(layer.feed_forward, MLP):
-        found["feed_forward.gate_proj"] = ("feed_forward.gate_proj", "feed_forward.up_proj")
-        found["feed_forward.down_proj"] = ("feed_forward.down_proj",)
-    return found
+    return {
+        f"{part}.{site.linears[0]}": tuple(f"{part}.{name}" for name in site.linears)
+        for part, module, _ in layer.parts()
+        for site in module.sites
+    }
 
 
 HEAD = "lm_head"
@@ -117,9 +110,6 @@ HEAD = "lm_head"
 @contextmanager
 def over_plain_kernels(layer: DecoderLayer) -> Iterator[None]:
     """`layer` over plain aten for a while: a back end's kernels need states of its own."""
-    if not isinstance(layer.mixer, Attention):
-        yield
-        return
     own, layer.mixer.kernels = layer.mixer.kernels, PlainKernels()
     try:
         yield
@@ -153,36 +143,38 @@ def observe(
         CheckpointError: an input is not finite.
     """
     total = ids.shape[1]
-    chunks = [(start, min(start + CHUNK, total)) for start in range(0, total, CHUNK)]
+    spans = [(start, min(start + CHUNK, total)) for start in range(0, total, CHUNK)]
     if decoder.spec.tie_word_embeddings:  # the table is the head's too, which comes last
         decoder.read_part("embed_tokens", read)
     with decoder.reading("embed_tokens", read):
-        hidden = torch.cat([decoder.embed(ids[:, start:end]) for start, end in chunks], 1)
-    for n, layer in enumerate(decoder.layers):
-        decoder.read_part(f"layers.{n}", read)
-        found = {name: _nothing_yet(n, layer, name, cuts) for name in sites(layer)}
-        hooks = [_watch(linear_at(layer, name), inputs, total) for name, inputs in found.items()]
+        hidden = [decoder.embed(ids[:, start:end]) for start, end in spans]
+    found: dict[str, Inputs] = {}
+
+    def states(n: int) -> list[torch.Tensor]:
         specs = [decoder.states[i] for i, _ in decoder.layer_states[n]]
-        own = [
-            torch.zeros((1, total if s.kind == "full" else s.rows, *s.row_shape), dtype=getattr(torch, s.dtype))
-            for s in specs
-        ]
+        return [torch.zeros((1, s.rows_for(total), *s.row_shape), dtype=getattr(torch, s.dtype)) for s in specs]
+
+    @contextmanager
+    def watched(n: int) -> Iterator[None]:
+        layer = decoder.layers[n]
+        decoder.read_part(f"layers.{n}", read)
+        found.update({name: _nothing_yet(n, layer, name, cuts) for name in sites(layer)})
+        hooks = [_watch(linear_at(layer, name), inputs, total) for name, inputs in found.items()]
         with over_plain_kernels(layer):
-            for start, end in chunks:
-                turns = decoder.turns(end - start, start)
-                hidden[:, start:end] = decoder.apply_layer(
-                    n, hidden[:, start:end], turns, own, offset=start, write_first=False
-                )
+            yield
         for hook in hooks:
             hook.remove()
+
+    calls = [decoder.call(end - start, start, write_first=False) for start, end in spans]
+    for n in decoder.through_layers(hidden, calls, states, watched):
         _check_finite(f"layers.{n}.", found)
         yield n, found
         found.clear()
     for part in ("norm", HEAD):
         decoder.read_part(part, read)
-    head = Inputs.none_yet(hidden.shape[-1], cuts(HEAD, hidden.shape[-1]))
-    for start, end in chunks:
-        head.see(decoder.norm(hidden[:, start:end]), total)
+    head = Inputs.none_yet(hidden[0].shape[-1], cuts(HEAD, hidden[0].shape[-1]))
+    for rows in hidden:
+        head.see(decoder.norm(rows), total)
     _check_finite("", {HEAD: head})
     yield None, {HEAD: head}
 

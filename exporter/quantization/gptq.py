@@ -13,14 +13,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from exporter.quantization.grids import INT4_MAX, INT4_MIN, INT8_MAX, int8_scales, row_blocks
+from exporter.grids import grid
+from exporter.grids.base import Stored, row_blocks
+from exporter.spec import GridSpec
 
 DAMP = 0.1
 """Share of the mean second moment that is added to all of them: what was not seen is not to be trusted."""
-SEARCH_STEPS = 16
 ROWS_AT_A_TIME = 2048  # a group of them, transposed, stays in the cache
 COLUMNS_TOGETHER = 2048  # the widest input of the models that were measured
-INT8_COLUMNS = 64  # their errors reach the columns behind them as one product of matrices
+COLUMNS_OF_ROWS = 64  # with a scale a row: their errors reach the columns behind them as one product of matrices
 
 
 def stretches(channels: int, group_size: int) -> list[int]:
@@ -41,38 +42,36 @@ class Gptq:
     """Rounds the weights that meet one input; rows are rounded independently of each other.
 
     Attributes:
-        moments: of each stretch of its channels, one after the other, float32 ``[k, k]``, the mean of ``x x^T``.
-        group_size: of int4; every k is a multiple of it.
+        moments: of each stretch of its channels, one after the other, float32 ``[k, k]``, the mean of ``x x^T``; every
+            k is a whole number of the groups that weights are rounded in.
     """
 
     moments: Sequence[torch.Tensor]
-    group_size: int
     _orders: dict[int, list[_Order]] = field(default_factory=dict, init=False, repr=False)
 
     @torch.no_grad()
-    def int8(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """float32 ``[N, K]`` to the grid of `grids.int8_per_row`: int8 ``[N, K]`` and float32 scales ``[N]``, which are
-        those of the nearest codes."""
+    def store(self, weight: torch.Tensor, kept: GridSpec) -> Stored:
+        """float32 ``[N, K]`` in the form `kept`, whose grid has steps: codes int8 ``[N, K]``, and float32 scales: those
+        of rows ``[N, 1]`` as for the nearest codes, those of groups ``[N, g]`` chosen when a group's turn comes."""
+        steps = grid(kept.grid).steps
+        assert steps is not None, f"GPTQ does not round to {kept.grid}"
         codes = torch.empty(weight.shape, dtype=torch.int8)
-        scales = int8_scales(weight)
-        for rows, columns, order in self._blocks(weight, 1):
+        if kept.group_size is None:
+            assert steps.of_rows is not None
+            row_scales = steps.of_rows(weight)
+            for rows, columns, order in self._blocks(weight, 1):
+                left = order.columns_of(weight[rows, columns])
+                found, _ = _round_rows(left, order.upper, COLUMNS_OF_ROWS, steps.limits, _given(row_scales[rows]))
+                codes[rows, columns] = order.rows_of(found)
+            return Stored(codes, row_scales[:, None])
+        assert steps.of_group is not None
+        scales = torch.empty(weight.shape[0], weight.shape[1] // kept.group_size)
+        for rows, columns, order in self._blocks(weight, kept.group_size):
+            groups = slice(columns.start // kept.group_size, columns.stop // kept.group_size)
             left = order.columns_of(weight[rows, columns])
-            found, _ = _round_rows(left, order.upper, INT8_COLUMNS, (-INT8_MAX, INT8_MAX), _given(scales[rows]))
-            codes[rows, columns] = order.rows_of(found)
-        return codes, scales
-
-    @torch.no_grad()
-    def int4(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """float32 ``[N, K]`` to the grid of `grids.int4_per_group`: int8 ``[N, K]`` in -8 .. 7 and bfloat16 values as
-        float32 scales ``[N, g]``, each the cheapest of its group when its turn comes."""
-        codes = torch.empty(weight.shape, dtype=torch.int8)
-        scales = torch.empty(weight.shape[0], weight.shape[1] // self.group_size)
-        for rows, columns, order in self._blocks(weight, self.group_size):
-            groups = slice(columns.start // self.group_size, columns.stop // self.group_size)
-            left = order.columns_of(weight[rows, columns])
-            found, own = _round_rows(left, order.upper, self.group_size, (INT4_MIN, INT4_MAX), _cheapest_scale)
+            found, own = _round_rows(left, order.upper, kept.group_size, steps.limits, steps.of_group)
             codes[rows, columns], scales[rows, groups] = order.rows_of(found), own[order.groups.argsort()].T
-        return codes, scales
+        return Stored(codes, scales)
 
     def _blocks(self, weight: torch.Tensor, group_size: int) -> Iterator[tuple[slice, slice, _Order]]:
         """Rows, the columns of a stretch, and their order, which is worked out once for all linears at this input."""
@@ -160,19 +159,3 @@ def _round_rows(
 
 def _given(scales: torch.Tensor) -> Scale:
     return lambda due, costs: scales
-
-
-def _cheapest_scale(group: torch.Tensor, costs: torch.Tensor) -> torch.Tensor:
-    """``[G, n]`` and the cost of a squared error in each of its columns ``[G]`` to scales ``[n]``: for every row the
-    best of `SEARCH_STEPS`, from ``max|w| / 8.9`` to ``max|w| / 5.9``, as bfloat16 has them."""
-    largest = torch.maximum(group.amax(0), -group.amin(0))
-    tiny = torch.finfo(torch.bfloat16).tiny
-    best_error, best = torch.full_like(largest, torch.inf), torch.full_like(largest, tiny)
-    buffer = torch.empty_like(group)
-    for divisor in torch.linspace(5.9, 8.9, SEARCH_STEPS).tolist():
-        scale = (largest / divisor).to(torch.bfloat16).float().clamp_(min=tiny)
-        torch.div(group, scale, out=buffer).round_().clamp_(INT4_MIN, INT4_MAX).mul_(scale).sub_(group).square_()
-        error = costs @ buffer
-        better = error < best_error
-        best_error, best = torch.where(better, error, best_error), torch.where(better, scale, best)
-    return best

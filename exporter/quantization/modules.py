@@ -16,7 +16,10 @@ import torch
 from torch.ao.quantization.fx import _decomposed  # noqa: F401  registers quantized_decomposed::*
 from torch.nn import functional as F
 
-from exporter.quantization import grids
+from exporter.grids.base import Stored
+from exporter.grids.int4 import INT4_MAX, INT4_MIN
+from exporter.grids.int8 import INT8_MAX
+from exporter.spec import GridSpec
 
 QD = torch.ops.quantized_decomposed
 WEIGHTS_AT_A_TIME = 2**21
@@ -43,17 +46,22 @@ class QuantizedLinear(torch.nn.Module):
         self.register_buffer("zero_points", torch.zeros(scales.shape, dtype=torch.int64))
         self.register_buffer("bias", bias)
 
+    @classmethod
+    def of(cls, stored: Stored, bias: torch.Tensor | None, kept: GridSpec) -> QuantizedLinear:
+        """Of codes that were rounded to the form `kept`."""
+        assert stored.scales is not None and stored.zero_points is None, f"a linear on the grid {kept.grid}"
+        scales = stored.scales[:, 0] if kept.group_size is None else stored.scales
+        return cls(stored.codes, scales, bias, kept.group_size)
+
     def dequantized(self) -> torch.Tensor:
         """float32 ``[N, K]``."""
         return self._dequantize(self.weight, self.scales, self.zero_points)
 
     def _dequantize(self, weight: torch.Tensor, scales: torch.Tensor, zero_points: torch.Tensor) -> torch.Tensor:
         if self.group_size is None:
-            return QD.dequantize_per_channel(
-                weight, scales, zero_points, 0, -grids.INT8_MAX, grids.INT8_MAX, torch.int8
-            )
+            return QD.dequantize_per_channel(weight, scales, zero_points, 0, -INT8_MAX, INT8_MAX, torch.int8)
         return QD.dequantize_per_channel_group(
-            weight, scales, zero_points, grids.INT4_MIN, grids.INT4_MAX, torch.int8, self.group_size, torch.float32
+            weight, scales, zero_points, INT4_MIN, INT4_MAX, torch.int8, self.group_size, torch.float32
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import torch
 
+from exporter.grids.base import store
 from exporter.model.decoder import Decoder
-from exporter.quantization.matrices import Storage, grids_of, store
+from exporter.spec import Recipe
 
 
-def round_weights(decoder: Decoder, storage: Storage) -> None:
-    """Replace every matrix that a program of `storage` reduces by what is left of it, in place; a tied one stays tied.
-    Weights and arithmetic stay float32.
+def round_weights(decoder: Decoder, recipe: Recipe) -> None:
+    """Replace every matrix that the recipe puts on a grid of integers or palettes by what is left of it, in place; a
+    tied one stays tied. Weights and arithmetic stay float32.
 
     Raises:
-        ConfigError: `keep_int8` names nothing.
-        MissingPackageError: Core AI's int4 without coreai-opt.
+        MissingPackageError: `int4_shifted` without coreai-opt.
     """
-    rounded: dict[int, torch.nn.Parameter] = {}
-    for name, grid in grids_of(decoder, storage).items():
+    values: dict[int, torch.nn.Parameter] = {}
+    for name in recipe.rounded:
         module = decoder.get_submodule(name.removesuffix(".weight"))
         weight = module.weight
         assert isinstance(weight, torch.nn.Parameter)
-        if id(weight) not in rounded:
-            rounded[id(weight)] = torch.nn.Parameter(store(weight.detach(), grid).values(), requires_grad=False)
-        module.weight = rounded[id(weight)]
+        if id(weight) not in values:
+            stored = store(weight.detach(), recipe.grid(name))
+            values[id(weight)] = torch.nn.Parameter(stored.values(), requires_grad=False)
+        module.weight = values[id(weight)]

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from exporter.model.attention import Attention
 from exporter.model.decoder import Decoder, DecoderLayer
-from exporter.model.mlp import MLP
 from exporter.model.norms import RMSNorm
+from exporter.model.parts import Site
 from exporter.quantization.calibration import Inputs
+from exporter.quantization.linears import linear_at
 from exporter.quantization.modules import ScaledEmbedding
 
 ALPHA = 0.5
@@ -26,23 +26,15 @@ ALPHA = 0.5
 
 @torch.no_grad()
 def fold_layer(layer: DecoderLayer, inputs: Mapping[str, Inputs]) -> None:
-    """Smooth the inputs of a layer's linears, in place: the layer computes what it did, and `inputs` follow.
-
-    A mixture of experts stays as it is: its router and experts are not quantised.
-    """
-    mixer, feed_forward = layer.mixer, layer.feed_forward
-    if isinstance(mixer, Attention):
-        _fold_norm(layer.input_norm, (mixer.q_proj, mixer.k_proj, mixer.v_proj), inputs["mixer.q_proj"])
-        _fold_values(mixer, inputs["mixer.o_proj"])
-    else:
-        size = mixer.out_proj.in_features
-        _fold_norm(layer.input_norm, (mixer.in_proj,), inputs["mixer.in_proj"])
-        gate = slice(size, 2 * size)  # the gate on the way out: its product with the convolution is the input
-        _fold_rows(mixer.in_proj, gate, mixer.out_proj, inputs["mixer.out_proj"])
-    if isinstance(feed_forward, MLP):
-        gate_proj, up, down = feed_forward.gate_proj, feed_forward.up_proj, feed_forward.down_proj
-        _fold_norm(layer.feed_forward_norm, (gate_proj, up), inputs["feed_forward.gate_proj"])
-        _fold_rows(up, slice(None), down, inputs["feed_forward.down_proj"])
+    """Smooth the inputs of a layer's linears, in place: the layer computes what it did, and `inputs` follow."""
+    for name, part, norm in layer.parts():
+        for site in part.sites:
+            own = inputs[f"{name}.{site.linears[0]}"]
+            linears = [linear_at(part, linear) for linear in site.linears]
+            if site.source is None:
+                _fold_norm(norm, linears, own)
+            else:
+                _fold_rows(linear_at(part, site.source), site, linears, own)
 
 
 @torch.no_grad()
@@ -59,32 +51,27 @@ def fold_head(decoder: Decoder, inputs: Inputs) -> None:
 
 
 def _fold_norm(norm: RMSNorm, linears: Sequence[torch.nn.Linear], inputs: Inputs) -> None:
-    factors = _factors(inputs.fourth, torch.stack([_energy(linear.weight) for linear in linears]).sum(0))
+    factors = _factors(inputs.fourth, _energy_of_all(linears))
     norm.weight.div_(factors)
+    _multiply(linears, factors, inputs)
+
+
+def _fold_rows(source: torch.nn.Linear, site: Site, linears: Sequence[torch.nn.Linear], inputs: Inputs) -> None:
+    """Rows of `source` are a factor of the input, channel by channel; where several heads share a head of rows, one
+    factor serves them all."""
+    heads = (site.groups, -1, len(source.weight[site.rows]) // site.groups)
+    fourth, energy = (channels.view(heads).sum(1) for channels in (inputs.fourth, _energy_of_all(linears)))
+    factors = _factors(fourth.view(-1), energy.view(-1))
+    _divide_rows(source, site.rows, factors)
+    shared = len(inputs.fourth) // len(factors)
+    _multiply(linears, factors.view(site.groups, 1, -1).expand(-1, shared, -1).reshape(-1), inputs)
+
+
+def _multiply(linears: Sequence[torch.nn.Linear], factors: torch.Tensor, inputs: Inputs) -> None:
+    """The columns of linears whose input is now divided by `factors`."""
     for linear in linears:
         linear.weight.mul_(factors)
     inputs.divide(factors)
-
-
-def _fold_rows(source: torch.nn.Linear, rows: slice, linear: torch.nn.Linear, inputs: Inputs) -> None:
-    """`rows` of `source` are a factor of the input of `linear`, channel by channel."""
-    _divide_rows(source, rows, factors := _factors(inputs.fourth, _energy(linear.weight)))
-    linear.weight.mul_(factors)
-    inputs.divide(factors)
-
-
-def _fold_values(mixer: Attention, inputs: Inputs) -> None:
-    """Channel c of a head's output is a mean of channel c of its KV head's values: one factor for its G heads."""
-    kv_heads, head_dim = mixer.spec.num_key_value_heads, mixer.spec.head_dim
-    grouped = (kv_heads, -1, head_dim)
-    fourth = inputs.fourth.view(grouped).sum(1)
-    energy = _energy(mixer.o_proj.weight).view(grouped).sum(1)
-    factors = _factors(fourth.view(-1), energy.view(-1))
-    _divide_rows(mixer.v_proj, slice(None), factors)
-    heads = mixer.spec.num_attention_heads // kv_heads
-    repeated = factors.view(kv_heads, 1, head_dim).expand(-1, heads, -1).reshape(-1)
-    mixer.o_proj.weight.mul_(repeated)
-    inputs.divide(repeated)
 
 
 def _divide_rows(linear: torch.nn.Linear, rows: slice, factors: torch.Tensor) -> None:
@@ -96,6 +83,10 @@ def _divide_rows(linear: torch.nn.Linear, rows: slice, factors: torch.Tensor) ->
 def _energy(weight: torch.Tensor) -> torch.Tensor:
     """``[N, K]`` to the sum of squares of every column, without a copy of the table."""
     return torch.linalg.vector_norm(weight, dim=0).square_()
+
+
+def _energy_of_all(linears: Sequence[torch.nn.Linear]) -> torch.Tensor:
+    return torch.stack([_energy(linear.weight) for linear in linears]).sum(0)
 
 
 def _factors(fourth: torch.Tensor, energy: torch.Tensor) -> torch.Tensor:

@@ -5,14 +5,15 @@ Letters: V vocab_size, D hidden_size, g groups a row, R rows in int8, n rows of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
+from exporter.grids.base import store
+from exporter.grids.int4 import INT4_MAX, INT4_MIN
 from exporter.model.decoder import Decoder, ReadParameter, all_read
-from exporter.quantization import grids
-from exporter.quantization.calibration import HEAD
-from exporter.quantization.linears import Rounding, check_group
+from exporter.quantization.gptq import Gptq
+from exporter.quantization.linears import rounded
 from exporter.quantization.modules import (
     QuantizedEmbedding,
     QuantizedLinear,
@@ -21,25 +22,21 @@ from exporter.quantization.modules import (
     SplitLinear,
     pack_nibbles,
 )
-from exporter.spec import QuantizationSpec
+from exporter.spec import EMBEDDING, HEAD, GridSpec, Recipe
 
 RESIDUAL_MAX = 7
 ROWS_AT_A_TIME = 8192
 
 
-def quantize_tables(
-    decoder: Decoder, spec: QuantizationSpec, rounding: Rounding, read: ReadParameter = all_read
-) -> None:
-    """Replace embedding and head as `spec` says, in place. `rounding` is the head's and of what a tied embedding shares
-    with it; of an unread decoder the embedding is read when the head's floats are gone, unless they are the same."""
-    decoder.read_part(HEAD, read)
+def quantize_tables(decoder: Decoder, recipe: Recipe, gptq: Gptq | None = None, read: ReadParameter = all_read) -> None:
+    """Replace embedding and head as the recipe says, in place. `gptq` knows the head's input; of an unread decoder the
+    embedding is read when the head's floats are gone, unless they are the same."""
+    decoder.read_part("lm_head", read)
     head = decoder.lm_head
     assert isinstance(head, torch.nn.Linear)
-    parts = _head_parts(head.weight.detach(), spec, rounding)
-    shared = None
-    if decoder.spec.tie_word_embeddings and parts and spec.embedding != "none":
-        with_residual = spec.embedding == "int8"
-        shared = _embedding_of(parts, head.weight.detach() if with_residual else None)
+    parts = _head_parts(head.weight.detach(), recipe, gptq)
+    own = recipe[EMBEDDING]
+    shared = _embedding_of(parts, head.weight.detach(), own.parts) if own.shared and parts else None
     del head
     if parts:
         decoder.lm_head = parts[0] if len(parts) == 1 else SplitLinear(*parts)
@@ -47,55 +44,48 @@ def quantize_tables(
     scaled = decoder.embed_tokens
     embedding = scaled.table if isinstance(scaled, ScaledEmbedding) else scaled
     assert isinstance(embedding, torch.nn.Embedding)
-    table = _own_embedding(embedding, spec) if shared is None else shared
+    table = _own_embedding(embedding, recipe) if shared is None else shared
     decoder.embed_tokens = ScaledEmbedding(table, scaled.factors) if isinstance(scaled, ScaledEmbedding) else table
 
 
-def check_tables(decoder: Decoder, spec: QuantizationSpec) -> None:
-    """Raises ConfigError: `group_size` does not divide a row of an int4 table."""
-    for name, grid in (("embedding", spec.embedding), ("lm_head", spec.head)):
-        if grid == "int4":
-            check_group(decoder.spec.hidden_size, name, spec.group_size)
-
-
-def _head_parts(weight: torch.Tensor, spec: QuantizationSpec, rounding: Rounding) -> list[QuantizedLinear]:
-    """The head ``[V, D]`` as int8 rows, int4 rows, or the one after the other; nothing where it stays float."""
-    if spec.head == "none":
+def _head_parts(weight: torch.Tensor, recipe: Recipe, gptq: Gptq | None) -> list[QuantizedLinear]:
+    """The head ``[V, D]``, part by part of its rows; nothing where it stays float."""
+    if recipe.is_float(HEAD):
         return []
-    rows = len(weight) if spec.head == "int8" else min(spec.head_int8_rows, len(weight))
-    parts = []
-    if rows:
-        parts.append(QuantizedLinear(*rounding.int8(weight[:rows]), None, None))
-    if rows < len(weight):
-        parts.append(QuantizedLinear(*rounding.int4(weight[rows:]), None, spec.group_size))
-    return parts
+    parts = recipe[HEAD].parts
+    return [QuantizedLinear.of(rounded(_rows(weight, part), part, gptq), None, part) for part in parts]
 
 
-def _embedding_of(parts: list[QuantizedLinear], weight: torch.Tensor | None) -> torch.nn.Module:
-    """The embedding that gathers from the head's own bytes; with the float `weight`, what 4 bits leave over is kept in
-    4 more."""
+def _rows(weight: torch.Tensor, part: GridSpec) -> torch.Tensor:
+    return weight if part.rows is None else weight[slice(*part.rows)]
+
+
+def _embedding_of(parts: list[QuantizedLinear], weight: torch.Tensor, residuals: Sequence[GridSpec]) -> torch.nn.Module:
+    """The embedding that gathers from the head's own bytes; of rows for which there is a residual, it keeps what these
+    leave of the float `weight` too."""
     tables, start = [], 0
     for part in parts:
-        count = len(part.weight)
+        rows = slice(start, start + len(part.weight))
         if part.group_size is None:
             tables.append(QuantizedEmbedding(part.weight, part.scales[:, None]))
         else:
-            residual = None if weight is None else residual_of(weight[start : start + count], part)
+            has_residual = any(one.rows in (None, (rows.start, rows.stop)) for one in residuals)
+            residual = residual_of(weight[rows], part) if has_residual else None
             packed = in_blocks(lambda codes: (pack_nibbles(codes),), part.weight)[0]
             tables.append(QuantizedEmbedding(packed, part.scales.to(torch.bfloat16), residual))
-        start += count
+        start = rows.stop
     return tables[0] if len(tables) == 1 else SplitEmbedding(*tables)
 
 
-def _own_embedding(embedding: torch.nn.Embedding, spec: QuantizationSpec) -> torch.nn.Module:
-    weight = embedding.weight.detach()
-    if spec.embedding == "none":
+def _own_embedding(embedding: torch.nn.Embedding, recipe: Recipe) -> torch.nn.Module:
+    """A table that shares nothing with the head."""
+    if recipe.is_float(EMBEDDING):
         return embedding
-    if spec.embedding == "int8":
-        codes, scales = grids.int8_per_row(weight)
-        return QuantizedEmbedding(codes, scales[:, None])
-    codes, scales = grids.int4_per_group(weight, spec.group_size)
-    return QuantizedEmbedding(pack_nibbles(codes), scales)
+    kept = recipe.grid(EMBEDDING)
+    stored = store(embedding.weight.detach(), kept)
+    assert stored.scales is not None and stored.zero_points is None, f"an embedding on the grid {kept.grid}"
+    codes = stored.codes if kept.group_size is None else pack_nibbles(stored.codes)
+    return QuantizedEmbedding(codes, stored.scales)
 
 
 def residual_of(weight: torch.Tensor, part: QuantizedLinear) -> QuantizedEmbedding:
@@ -110,7 +100,7 @@ def residual_of(weight: torch.Tensor, part: QuantizedLinear) -> QuantizedEmbeddi
         left = rows.reshape(*scales.shape, size) - codes.view(*scales.shape, size) * scales[..., None]
         tiny = torch.finfo(torch.bfloat16).tiny
         own = (left.abs().amax(-1) / RESIDUAL_MAX).to(torch.bfloat16).clamp(min=tiny)
-        rounded = (left / own.float()[..., None]).round_().clamp_(grids.INT4_MIN, grids.INT4_MAX)
+        rounded = (left / own.float()[..., None]).round_().clamp_(INT4_MIN, INT4_MAX)
         return pack_nibbles(rounded.view(rows.shape).to(torch.int8)), own
 
     packed, own_scales = in_blocks(block, weight, part.weight, part.scales)

@@ -1,4 +1,5 @@
-"""LEAF: the vocabulary every part shares. It imports neither torch nor any other part but the errors.
+"""LEAF: the vocabulary every part shares. It imports no torch, and of the other parts the leafs `data`, `errors` and
+`kinds`, whose words it passes on.
 
 `ModelSpec` says what a model computes, layer by layer; `StateSpec` says which tensors the caller owns; `Manifest` is
 what a bundle says of itself.
@@ -7,98 +8,101 @@ Letters: B batch (always 1), Q query_len, S seq_len, C capacity (rows of a ring)
 D head_dim.
 """
 
-from exporter.spec.base import DTYPE_BYTES, DType, Spec
+from exporter.data import DTYPE_BYTES, DType, Spec
+from exporter.kinds import (
+    KINDS,
+    CacheKind,
+    CachePolicy,
+    Layout,
+    MixerSpec,
+    StateSpec,
+    dtypes_in_words,
+    kind_labelled,
+    kind_of,
+    one_of,
+)
+from exporter.kinds.attention import AttentionSpec, RopeSpec
+from exporter.kinds.conv import ShortConvSpec
 from exporter.spec.manifest import (
     EAGER,
     FLOAT,
-    IDS_DTYPES,
-    KEEP_INT8,
-    LAYOUTS,
     MANIFEST_VERSION,
-    PRESETS,
-    STATE_DTYPES,
-    AttentionKernels,
     CheckResult,
     Comparison,
-    CoreAIOptions,
-    CoreMLOptions,
-    ExecutorchOptions,
     FileEntry,
-    Format,
     Manifest,
     MethodSpec,
     ProgramSpec,
-    QuantizationSpec,
     SourceSpec,
     TensorSpec,
     TokenizerSpec,
 )
-from exporter.spec.model import (
-    Activation,
-    AttentionSpec,
-    LayerSpec,
-    MLPSpec,
-    ModelSpec,
-    MoESpec,
-    RopeSpec,
-    ShortConvSpec,
+from exporter.spec.model import Activation, LayerSpec, MLPSpec, ModelSpec, MoESpec
+from exporter.spec.programs import MAIN, PREFILL, PROGRAMS, ProgramKind, program_for
+from exporter.spec.quantization import (
+    PRESETS,
+    SENSITIVE,
+    FormatOptions,
+    QuantizationSpec,
+    ReducedWeights,
+    keep_int8_by_default,
 )
-from exporter.spec.states import (
-    SCALES,
-    STACKED_NAMES,
-    CachePolicy,
-    Layout,
-    StateRole,
-    StateSpec,
-    cache_states,
-    stacked,
-    state_name,
-    state_specs,
-)
+from exporter.spec.recipe import EMBEDDING, HEAD, GridSpec, ParameterSpec, Recipe, WeightBits, dtype_bits
+from exporter.spec.states import laid_out, stack_name, state_specs
 
 __all__ = [
     "DTYPE_BYTES",
     "EAGER",
+    "EMBEDDING",
     "FLOAT",
-    "IDS_DTYPES",
-    "KEEP_INT8",
-    "LAYOUTS",
+    "HEAD",
+    "KINDS",
+    "MAIN",
     "MANIFEST_VERSION",
+    "PREFILL",
     "PRESETS",
-    "SCALES",
-    "STACKED_NAMES",
-    "STATE_DTYPES",
+    "PROGRAMS",
+    "SENSITIVE",
     "Activation",
-    "AttentionKernels",
     "AttentionSpec",
+    "CacheKind",
     "CachePolicy",
     "CheckResult",
     "Comparison",
-    "CoreAIOptions",
-    "CoreMLOptions",
     "DType",
-    "ExecutorchOptions",
     "FileEntry",
-    "Format",
+    "FormatOptions",
+    "GridSpec",
     "LayerSpec",
     "Layout",
     "MLPSpec",
     "Manifest",
     "MethodSpec",
+    "MixerSpec",
     "MoESpec",
     "ModelSpec",
+    "ParameterSpec",
+    "ProgramKind",
     "ProgramSpec",
     "QuantizationSpec",
+    "Recipe",
+    "ReducedWeights",
     "RopeSpec",
     "ShortConvSpec",
     "SourceSpec",
     "Spec",
-    "StateRole",
     "StateSpec",
     "TensorSpec",
     "TokenizerSpec",
-    "cache_states",
-    "stacked",
-    "state_name",
+    "WeightBits",
+    "dtype_bits",
+    "dtypes_in_words",
+    "keep_int8_by_default",
+    "kind_labelled",
+    "kind_of",
+    "laid_out",
+    "one_of",
+    "program_for",
+    "stack_name",
     "state_specs",
 ]

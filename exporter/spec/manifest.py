@@ -2,77 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self
+from collections.abc import Sequence
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
-
-from exporter.spec.base import DType, Spec
+from exporter.data import DType, Spec
+from exporter.kinds import CachePolicy, Layout, StateSpec
 from exporter.spec.model import ModelSpec
-from exporter.spec.states import CachePolicy, Layout, StateSpec, state_specs
+from exporter.spec.programs import Logits
+from exporter.spec.recipe import Recipe
+from exporter.spec.states import state_specs
 
-MANIFEST_VERSION = 3
-
-
-class QuantizationSpec(Spec):
-    """Weights per kind of tensor; activations of quantised linears are int8, quantised per token at run time.
-
-    `int8` is symmetric per output channel; `int4` symmetric per group of `group_size` input channels. Linears whose
-    name contains one of `keep_int8` stay int8 when `linear` is int4. An embedding is int8 per row or int4 per group.
-
-    `smooth` folds factors into norms and weights so that inputs of linears and weights share their outliers, `rounding`
-    says how linears and head are rounded, and the first `head_int8_rows` rows of an int4 head, those of the frequent
-    tokens, are int8. A tied table is stored once: the embedding takes its rows from the head's, and an int8 one beside
-    an int4 head adds what the four bits leave over as four more.
-    """
-
-    linear: Literal["none", "int8", "int4"] = "none"
-    embedding: Literal["none", "int8", "int4"] = "none"
-    head: Literal["none", "int8", "int4"] = "none"
-    group_size: int = Field(default=32, ge=32, multiple_of=32)
-    keep_int8: tuple[str, ...] = ()
-    smooth: bool = False
-    rounding: Literal["nearest", "gptq"] = "nearest"
-    head_int8_rows: int = Field(default=0, ge=0)
-
-    @model_validator(mode="after")
-    def _has_what_it_refines(self) -> QuantizationSpec:
-        if self.smooth and self.linear == self.head == "none":
-            raise ValueError("a quantised linear or head for smooth: it acts on the inputs of those")
-        if self.rounding == "gptq" and self.linear == self.head == "none":
-            raise ValueError("a quantised linear or head for rounding gptq: it follows the inputs of those")
-        if self.head_int8_rows and self.head != "int4":
-            raise ValueError("head int4 for head_int8_rows")
-        return self
-
-    @property
-    def is_calibrated(self) -> bool:
-        """Whether it depends on what the model's inputs look like."""
-        return self.smooth or self.rounding == "gptq"
-
-    @property
-    def is_quantized(self) -> bool:
-        return {self.linear, self.embedding, self.head} != {"none"}
-
-
-PRESETS: dict[str, QuantizationSpec] = {
-    "none": QuantizationSpec(),
-    "accurate": QuantizationSpec(linear="int8", embedding="int8", head="int8", smooth=True, rounding="gptq"),
-    "balanced": QuantizationSpec(
-        linear="int8", embedding="int8", head="int4", smooth=True, rounding="gptq", head_int8_rows=8192
-    ),
-    "small": QuantizationSpec(
-        linear="int4",
-        embedding="int8",
-        head="int4",
-        keep_int8=("down_proj", "k_proj", "v_proj"),
-        smooth=True,
-        rounding="gptq",
-    ),
-}
-"""What a config may name instead of a mapping, by what it promises (docs/quantization.md has what was measured):
-`accurate` within 0.01 nats of the float model's negative log-likelihood, `balanced` within 0.02, `small` within 0.1.
-A model need not have the matrices they name."""
+MANIFEST_VERSION = 4
 
 
 class TensorSpec(Spec):
@@ -86,95 +26,48 @@ class TensorSpec(Spec):
 class MethodSpec(Spec):
     """One method: inputs in call order, outputs in order, the inclusive range of every dynamic dimension.
 
-    `function` is its name in the file where that differs from the method's.
+    `function` is its name in the file where that differs from the method's; `write_first` and `logits` are those of its
+    `ProgramKind`.
     """
 
     function: str | None = None
+    write_first: bool
+    logits: Logits
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     dims: dict[str, tuple[int, int]]
     mutates: tuple[str, ...]
 
 
-Format = Literal["executorch", "coreml", "coreai"]
-LAYOUTS: dict[Format, Layout] = {"executorch": "per_layer", "coreml": "static", "coreai": "stacked"}
-IDS_DTYPES: dict[Format, str] = {"executorch": "int64", "coreml": "int32", "coreai": "int32"}
-"""The dtype of `input_ids` and `position_ids`."""
-STATE_DTYPES: dict[Format, DType] = {"coreml": "float16", "coreai": "float32"}
-"""The formats whose states have one dtype whatever the cache policy says."""
-
-
-_SENSITIVE = ("embed_tokens", "lm_head", "v_proj", "down_proj")
-KEEP_INT8: dict[str, tuple[str, ...]] = {"int4": _SENSITIVE, "palettized4": _SENSITIVE}
-"""The matrices that keep 8 bits by default in the options that have 4: most of what those cost sits in these."""
-
-
-class _ReducedWeights(Spec):
-    """`keep_int8` has the meaning of `QuantizationSpec.keep_int8`, and embedding and head have names too: the matrices
-    whose name contains one of its parts are int8 where `weights` has 4 bits. Left out, it is that of `KEEP_INT8`."""
-
-    weights: str
-    keep_int8: tuple[str, ...] = ()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _its_own_default(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping) or "keep_int8" in data:
-            return data
-        return {**data, "keep_int8": KEEP_INT8.get(str(data.get("weights")), ())}
-
-    @model_validator(mode="after")
-    def _only_beside_four_bits(self) -> Self:
-        if self.keep_int8 and self.weights not in KEEP_INT8:
-            raise ValueError(f"keep_int8 beside weights {' or '.join(KEEP_INT8)}, not {self.weights}")
-        return self
-
-
-AttentionKernels = Literal["ring", "stock"]
-
-
-class ExecutorchOptions(Spec):
-    """How an ExecuTorch program keeps its weights, and what it attends with: `ring`, the kernels of
-    `runtime_ref/kernels`, which an app links, or `stock`, those that every build of ExecuTorch has. Either file runs
-    with either, to the same results; what differs is who gets a prefill's attention of sliding layers,
-    ``llama::custom_sdpa`` or XNNPACK."""
-
-    quantization: QuantizationSpec
-    kernels: AttentionKernels
-
-
-class CoreMLOptions(_ReducedWeights):
-    """How a Core ML program keeps its weights: `int8` per output channel, `int4` per block of 32 input channels,
-    `palettized4` as 4-bit indices into a table. ``float32`` computes in float32 too, for comparisons; its states are
-    float16 all the same."""
-
-    weights: Literal["float32", "float16", "int8", "int4", "palettized4"] = "float16"
-
-
-class CoreAIOptions(_ReducedWeights):
-    """How a Core AI program keeps its weights: `int8` per output channel, `int4` per block of 32 input channels."""
-
-    weights: Literal["float32", "float16", "int8", "int4"] = "float16"
-
-
 class ProgramSpec(Spec):
     """One program, a file or a directory of the bundle. `format` selects the loader.
 
-    `states` is the state it takes, `weights` says in a word how its weights are stored and `keep_int8` which of them
-    have 8 bits all the same (of an ExecuTorch program, the manifest's `quantization` does); `operators` are those it
-    uses; of an ExecuTorch program, those outside every delegate. `kernels` is what an ExecuTorch program was laid out
-    for.
+    `options` are the format's section of the config; `weights` says in words how weights are stored, `recipe` how each
+    of them is. `states` is the state it takes, in the `layout` of the format. `operators` are those it uses; of an
+    ExecuTorch program, those outside every delegate.
     """
 
-    format: Format
+    format: str
     file: str
+    options: dict[str, Any]
     weights: str
-    keep_int8: tuple[str, ...] = ()
+    recipe: Recipe
+    layout: Layout
     states: tuple[StateSpec, ...]
     methods: dict[str, MethodSpec]
     runtime: str
     operators: tuple[str, ...]
-    kernels: AttentionKernels = "stock"
+
+    @property
+    def rounded(self) -> bool:
+        """Whether weights or activations are rounded at all."""
+        return not self.recipe.is_float32
+
+    @property
+    def scaled_states(self) -> bool:
+        """Whether the values of states are not those of the model it came from, because factors were moved between its
+        layers."""
+        return self.recipe.smooth
 
 
 class SourceSpec(Spec):
@@ -187,18 +80,28 @@ class SourceSpec(Spec):
 
 
 class TokenizerSpec(Spec):
-    """What generation needs to know. `eos_token_ids`: each of them stops."""
+    """What generation needs to know. Each of `eos_token_ids` ends it."""
 
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     add_bos: bool
     has_chat_template: bool
 
+    def with_bos(self, ids: Sequence[int]) -> list[int]:
+        """`ids` of a text as the model wants them: with exactly one BOS, or unchanged. A text (a rendered chat
+        template) may begin with its own BOS."""
+        bos = self.bos_token_id
+        if self.add_bos and bos is not None and list(ids[:1]) != [bos]:
+            return [bos, *ids]
+        return list(ids)
+
 
 class CheckResult(Spec):
-    """One line of the graph contract: `program` is a method's name, `evidence` what was seen in the graph."""
+    """One line of the graph contract: `program` is a method's name, `evidence` what was seen in the graph, `form`
+    whether that was the traced program or the file."""
 
-    format: Format = "executorch"
+    format: str = ""
+    form: Literal["traced", "file"] = "file"
     name: str
     program: str
     passed: bool
@@ -206,17 +109,17 @@ class CheckResult(Spec):
 
 
 EAGER, FLOAT = "eager", "float eager"
-"""References of a comparison at export: the model that was traced, and where that rounds, the one before it did."""
+"""References of a comparison at export: the model that was traced and, where that rounds, the float model."""
 
 
 class Comparison(Spec):
-    """How far a program was from a reference on the same tokens. `positions` counts compared rows of logits.
+    """The difference of a program from a reference on the same tokens. `positions` counts compared rows of logits.
 
     KL divergence is that of the program's next-token distribution from the reference's, in nats, `nll` the mean
     negative log-likelihood of the true next tokens.
     """
 
-    format: Format = "executorch"
+    format: str
     reference: str
     positions: int
     max_abs_difference: float
@@ -237,7 +140,7 @@ class FileEntry(Spec):
 class Manifest(Spec):
     """What a bundle says of itself (`manifest.json`).
 
-    Whoever runs or checks one program looks at the manifest `of` its format, which names no other.
+    Code that runs or checks one program takes the manifest `of` its format, which has no other program.
     """
 
     version: int = MANIFEST_VERSION
@@ -248,7 +151,6 @@ class Manifest(Spec):
     max_context_length: int
     max_prefill_chunk: int
     dtype: DType
-    quantization: QuantizationSpec
     source: SourceSpec
     tokenizer: TokenizerSpec
     programs: tuple[ProgramSpec, ...]
@@ -257,7 +159,7 @@ class Manifest(Spec):
     versions: dict[str, str]
     files: dict[str, FileEntry]
 
-    def of(self, format: Format) -> Manifest:
+    def of(self, format: str) -> Manifest:
         """The same bundle with the program of one format alone, its checks and comparisons; the bundle must have it."""
         own = tuple(program for program in self.programs if program.format == format)
         assert len(own) == 1, f"{len(own)} programs of format {format}"
@@ -278,16 +180,14 @@ class Manifest(Spec):
 
     @property
     def from_float(self) -> Comparison | None:
-        """How far that program was from the float model at export; None if nobody compared them."""
+        """That program's difference from the float model at export; None if they were not compared."""
         by_reference = {comparison.reference: comparison for comparison in self.verification}
         return by_reference.get(FLOAT, by_reference.get(EAGER))
 
     @property
     def is_quantized(self) -> bool:
         """Whether that program rounds: weights or activations, or the rows of its caches."""
-        if self.program.format == "executorch":
-            return self.quantization.is_quantized or any(state.dtype != "float32" for state in self.states)
-        return self.program.weights != "float32" or any(state.dtype != "float32" for state in self.states)
+        return self.program.rounded or any(state.dtype != "float32" for state in self.states)
 
     def with_states(self, states: Sequence[StateSpec]) -> Manifest:
         """The same program over other states."""
@@ -296,6 +196,5 @@ class Manifest(Spec):
     def with_float_caches(self) -> Manifest:
         """The same program over float32 caches."""
         cache = self.cache.model_copy(update={"dtype": "float32", "global_dtype": None})
-        layout = LAYOUTS[self.program.format]
-        states = state_specs(self.model, cache, self.max_context_length, layout, "float32")
+        states = state_specs(self.model, cache, self.max_context_length, self.program.layout, "float32")
         return self.model_copy(update={"cache": cache}).with_states(states)

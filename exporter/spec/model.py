@@ -2,78 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from exporter.spec.base import Spec
+from exporter.data import Spec
+from exporter.kinds import MIXERS, MixerSpec
 
 Activation = Literal["silu", "gelu_tanh", "gelu"]
-
-
-class RopeSpec(Spec):
-    """Rotary position embedding of one layer, in the half-split ("neox") layout of Transformers.
-
-    The first `rotary_dim` of `head_dim` channels rotate with inverse frequencies ``theta ** (-2i / rotary_dim)``,
-    rescaled as `scaling` says (formulas: ``transformers.modeling_rope_utils``). `attention_factor` multiplies cos and
-    sin (YaRN); None means the formula's own value.
-    """
-
-    theta: float
-    rotary_dim: int
-    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
-    factor: float = 1.0
-    original_max_position_embeddings: int | None = None
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    beta_fast: float | None = None
-    beta_slow: float | None = None
-    truncate: bool = True
-    attention_factor: float | None = None
-
-
-class AttentionSpec(Spec):
-    """One attention layer. ``window is None`` means global attention; otherwise W keys, the current one included."""
-
-    type: Literal["attention"] = "attention"
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    window: int | None
-    scale: float
-    rope: RopeSpec | None
-    qk_norm: bool = False
-    qkv_bias: bool = False
-    output_bias: bool = False
-    sinks: bool = False
-    logit_softcap: float | None = None
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> AttentionSpec:
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads {self.num_attention_heads} is no multiple of "
-                f"num_key_value_heads {self.num_key_value_heads}"
-            )
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window {self.window} is below 1")
-        return self
-
-    @property
-    def kind(self) -> Literal["sliding", "global"]:
-        return "global" if self.window is None else "sliding"
-
-
-class ShortConvSpec(Spec):
-    """A gated short causal convolution (LFM2): its state is its last ``kernel_size - 1`` inputs, no KV cache."""
-
-    type: Literal["short_conv"] = "short_conv"
-    kernel_size: int = Field(ge=2)
-    bias: bool = False
-
-    @property
-    def kind(self) -> Literal["conv"]:
-        return "conv"
+if TYPE_CHECKING:
+    Mixer = MixerSpec
+else:  # whichever there are
+    Mixer = Annotated[reduce(or_, MIXERS), Field(discriminator="type")]
 
 
 class MLPSpec(Spec):
@@ -83,6 +25,9 @@ class MLPSpec(Spec):
     intermediate_size: int
     activation: Activation
     bias: bool = False
+
+    def in_words(self) -> str:
+        return str(self.intermediate_size)
 
 
 class MoESpec(Spec):
@@ -104,11 +49,14 @@ class MoESpec(Spec):
     expert_bias: bool = False
     clamp_limit: float | None = None
 
+    def in_words(self) -> str:
+        return f"{self.num_experts_per_tok} of {self.num_experts} experts x {self.intermediate_size}"
+
 
 class LayerSpec(Spec):
     """One decoder layer. `post_norms`: Gemma's second pair of norms, after attention and after the MLP."""
 
-    mixer: Annotated[AttentionSpec | ShortConvSpec, Field(discriminator="type")]
+    mixer: Mixer
     feed_forward: Annotated[MLPSpec | MoESpec, Field(discriminator="type")]
     post_norms: bool = False
 

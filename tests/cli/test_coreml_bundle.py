@@ -13,10 +13,10 @@ from toy import VOCAB
 from typer.testing import CliRunner
 
 import runtime_ref
+from exporter.backends import traits
 from exporter.bundle import read_bundle
 from exporter.cli import app
 from exporter.errors import ConfigError
-from exporter.graph.contract import COREML_CHECKS
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def test_the_manifest_says_what_was_built(bundle: Path) -> None:
     manifest = read_bundle(bundle).manifest
     program = manifest.program
     assert (program.format, program.file, program.weights) == ("coreml", "model.mlpackage", "int8")
-    assert {check.name for check in manifest.graph_checks} == set(COREML_CHECKS)
+    assert {check.name for check in manifest.graph_checks} == set(traits("coreml").checks)
     assert {check.format for check in manifest.graph_checks} == {"coreml"}
     assert manifest.versions["coremltools"] == "9.0"
     assert [state.shape() for state in program.states if state.kind == "full"] == [(1, CONTEXT, 2, 16)] * 2

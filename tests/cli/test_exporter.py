@@ -11,7 +11,7 @@ import pytest
 from conftest import write_config
 
 from exporter import pipeline
-from exporter.backends.executorch import program as pte_program
+from exporter.backends.executorch import build as pte_build
 from exporter.bundle import read_bundle
 from exporter.cli import main
 
@@ -37,7 +37,7 @@ def test_a_dry_run_prints_config_layers_and_memory_and_traces_nothing(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, tiny_checkpoint: Path
 ) -> None:
     config = write_config(tmp_path / "dry.yaml", tiny_checkpoint, coreml={"weights": "int4"})
-    monkeypatch.setattr(pipeline, "backend", None)
+    monkeypatch.setattr(pipeline, "build_module", None)
     assert run(monkeypatch, "export", "--model", config, "--dry-run", "--out", tmp_path / "out") == 0
     printed = capfd.readouterr().out
     assert "'max_context_length': 160" in printed
@@ -58,7 +58,7 @@ def test_inspect_prints_every_check(
 ) -> None:
     assert run(monkeypatch, "inspect", tiny_bundle) == 0
     printed = capfd.readouterr().out
-    for check in ("ring_write_index_from_shapes", "prefill_reads_before_write", "no_whole_state_copy",
+    for check in ("ring_write_index_from_shapes", "ring_reads_before_write", "no_whole_state_copy",
                   "mutated_inputs_exactly_states", "dynamic_ranges", "operators_in_registry"):  # fmt: skip
         assert check in printed
     assert "FAILED" not in printed
@@ -85,7 +85,7 @@ def test_verify_refuses_another_checkpoint(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tiny_bundle: Path, tmp_path: Path,
     tiny_checkpoint: Path,
 ) -> None:  # fmt: skip
-    config = write_config(tmp_path / "other.yaml", tiny_checkpoint, quantization={"linear": "int8"})
+    config = write_config(tmp_path / "other.yaml", tiny_checkpoint, executorch={"quantization": {"linear": "int8"}})
     message = refused(monkeypatch, capfd, "verify", tiny_bundle, "--model", config)
     assert "as the manifest records" in message
 
@@ -97,7 +97,7 @@ def test_verify_refuses_another_checkpoint(
         ({"max_context_length": 161}, "at most 160"),
         ({"sliding": True}, "unknown key 'sliding'"),
         ({"cache": {"rows": 4}}, "in cache one of dtype, global_dtype, growth, initial_rows, ring_slack"),
-        ({"quantization": {"linear": "int4", "group_size": 96}}, "96"),
+        ({"executorch": {"quantization": {"linear": "int4", "group_size": 96}}}, "96"),
     ],
 )
 def test_bad_configs_leave_no_bundle(
@@ -150,7 +150,7 @@ def test_a_full_disk_leaves_no_bundle(
         path.write_bytes(b"half a program")
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr(pte_program, "lower", no_space)
+    monkeypatch.setattr(pte_build, "lower", no_space)
     assert "disk full" in refused(monkeypatch, capfd, "export", "--model", config, "--out", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full.yaml"]
 
@@ -164,7 +164,7 @@ def test_an_export_that_is_interrupted_leaves_the_old_bundle(
     def interrupt(programs: object, path: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pte_program, "lower", interrupt)
+    monkeypatch.setattr(pte_build, "lower", interrupt)
     monkeypatch.setattr("sys.argv", ["exporter", "export", "--model", str(config), "--out", str(tmp_path / "out")])
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         main()

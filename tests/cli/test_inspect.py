@@ -15,8 +15,10 @@ from conftest import CHUNK, CONTEXT, WINDOW
 from test_exporter import refused, run
 from toy import VOCAB
 
-from exporter.graph import read_pte
-from exporter.graph.contract import EXPORTED_CHECKS, FILE_CHECKS, MIN_DELEGATED_SHARE
+from exporter.backends import traits
+from exporter.backends.executorch.file import read_pte
+from exporter.graph.contract import MIN_DELEGATED_SHARE
+from exporter.spec.checks import TRACED_CHECKS
 
 RING = {"kind": "ring", "rows": WINDOW, "row_shape": [2, 16]}
 FULL = {"kind": "full", "row_shape": [2, 16]}
@@ -58,8 +60,8 @@ def test_as_a_process_of_its_own(tiny_bundle: Path, tmp_path: Path, bare: bool) 
     )  # fmt: skip
     printed = json.loads(ran.stdout)
     assert failed(printed) == set() and ran.returncode == 0
-    names = {form: {c["name"] for c in printed["checks"] if c["form"] == form} for form in ("exported", "file")}
-    assert names == {"exported": set() if bare else set(EXPORTED_CHECKS), "file": set(FILE_CHECKS)}
+    names = {form: {c["name"] for c in printed["checks"] if c["form"] == form} for form in ("traced", "file")}
+    assert names == {"traced": set() if bare else set(TRACED_CHECKS), "file": set(traits("executorch").checks)}
 
 
 def test_facts_are_those_of_the_file(
@@ -68,13 +70,23 @@ def test_facts_are_those_of_the_file(
     (facts,) = inspected(monkeypatch, capfd, 0, tiny_bundle)["files"]
     data = (tiny_bundle / "model.pte").read_bytes()
     file = read_pte(data)
-    assert (facts["file"], facts["file_bytes"]) == ("model.pte", len(data))
-    assert (facts["constant_bytes"], facts["named_bytes"]) == (file.constant_bytes, file.named_bytes)
-    assert facts["methods"] == {
-        name: {"planned_bytes": plan.planned_bytes, "operators": list(plan.operators_called())}
-        for name, plan in file.plans.items()
-    }
-    assert "llama::update_cache.out" in facts["methods"]["main"]["operators"]
+    assert (facts["file"], facts["format"], facts["file_bytes"]) == ("model.pte", "executorch", len(data))
+    assert facts["weight_bytes"] == {"constants": file.constant_bytes, "named, of delegates": file.named_bytes}
+    functions = {function["name"]: function for function in facts["functions"]}
+    assert set(functions) == set(file.plans) == set(BOTH)
+    for name, plan in file.plans.items():
+        assert functions[name]["planned_bytes"] == plan.planned_bytes > 0
+        operators = functions[name]["operators"]
+        assert set(operators) == {*plan.operators_called(), "XnnpackBackend"}
+        assert operators["XnnpackBackend"] == len(plan.delegate_calls) > 0
+        assert sum(operators.values()) == len(plan.kernel_calls) + len(plan.delegate_calls)
+    assert functions["main"]["operators"]["llama::update_cache.out"] == 6  # keys and values of three layers
+    rows = [["input 0", "long", "[1, 1]"], ["input 1", "long", f"up to [1, {CONTEXT}]"]]
+    ring, full = ["float", f"[1, {WINDOW}, 2, 16]"], ["float", f"up to [1, {CONTEXT}, 2, 16]"]
+    rows += [[f"input {2 + i}", *row] for i, row in enumerate([ring, ring, full, full, ring, ring])]
+    assert functions["main"]["inputs"] == rows and functions["main"]["states"] == []
+    assert functions["main"]["outputs"] == [["output 0", "float", f"[1, {VOCAB + 1}]"]]
+    assert functions["prefill"]["inputs"][0] == ["input 0", "long", f"up to [1, {CHUNK}]"]
 
 
 def test_tables_of_a_bare_file(
@@ -83,7 +95,9 @@ def test_tables_of_a_bare_file(
     code = run(monkeypatch, "inspect", tiny_bundle / "model.pte", "--check", contract(tmp_path, program=PROGRAM))
     printed = capfd.readouterr().out
     assert code == 0 and "FAILED" not in printed
-    assert "planned bytes" in printed and all(check in printed for check in FILE_CHECKS)
+    assert "main, planned beside the states" in printed and all(
+        check in printed for check in traits("executorch").checks
+    )
 
 
 WIDER = {"program": PROGRAM | {"layers": [RING | {"rows": WINDOW + 1}, FULL, RING | {"rows": WINDOW + 1}]}}
@@ -110,7 +124,7 @@ def test_a_property_that_fails_exits_with_1(
     assert failed(inspected(monkeypatch, capfd, 1, tiny_bundle, "--check", contract(tmp_path, **content))) == expected
     path = tiny_bundle / "model.pte"
     assert failed(inspected(monkeypatch, capfd, 1, path, "--check", contract(tmp_path, **both))) == expected
-    others = sorted(set(FILE_CHECKS) - {name for _, name in expected})
+    others = sorted(set(traits("executorch").checks) - {name for _, name in expected})
     # Without the check its limit has nothing to say and would be refused: only the form of the program stays.
     only_form = {"program": both["program"], "checks": others}
     printed = inspected(monkeypatch, capfd, 0, path, "--check", contract(tmp_path, **only_form))
@@ -123,7 +137,7 @@ def test_a_bundle_may_be_asked_for_what_was_recorded_alone(
     check = contract(tmp_path, checks=["writes_land_on_their_rows"])
     printed = inspected(monkeypatch, capfd, 0, tiny_bundle, "--check", check)
     assert [(c["form"], c["program"], c["name"]) for c in printed["checks"]] == [
-        ("exported", method, "writes_land_on_their_rows") for method in BOTH
+        ("traced", method, "writes_land_on_their_rows") for method in BOTH
     ]
 
 
@@ -131,7 +145,7 @@ def test_a_bundle_may_be_asked_for_what_was_recorded_alone(
     ("content", "complaint"),
     [
         (None, "without a manifest and no contract"),
-        ({"max_file_bytes": 1}, "a program file without a manifest;"),
+        ({"max_file_bytes": 1}, "a program file without a manifest and a contract without a `program`;"),
         ({"program": PROGRAM, "checks": ["ring_order"]}, "not ring_order"),
         ({"program": PROGRAM, "checks": ["writes_land_on_their_rows"]}, "which did not run"),
         ({"program": PROGRAM, "limit": 1}, "unknown key 'limit'"),

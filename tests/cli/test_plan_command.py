@@ -77,7 +77,7 @@ def test_what_docs_memory_says_is_printed(monkeypatch: pytest.MonkeyPatch, capfd
     assert f"in real GB the full caches at 128k are {table[5][5].removesuffix(' GB')}" in document
 
 
-def test_what_docs_int8_cache_says_is_printed(monkeypatch: pytest.MonkeyPatch, capfd: Capture) -> None:
+def test_what_docs_memory_says_of_dtypes_is_printed(monkeypatch: pytest.MonkeyPatch, capfd: Capture) -> None:
     """Every column, over the same layers in any dtype."""
     arguments = (
         "--model", ROOT / "configs" / "architectures" / "gemma3_270m_int8.yaml", "--contexts", "512,8192,32768",
@@ -91,7 +91,7 @@ def test_what_docs_int8_cache_says_is_printed(monkeypatch: pytest.MonkeyPatch, c
             (),
         )
     ]
-    document = (ROOT / "docs" / "int8-cache.md").read_text(encoding="utf-8")
+    document = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
     for context, *sizes in zip((512, 8192, 32768), *columns, strict=True):
         assert f"| {context} | {' | '.join(sizes)} |" in document
 

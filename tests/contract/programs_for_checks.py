@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, export
 
 from exporter.graph import ProgramContract
-from exporter.spec import MethodSpec, StateSpec, TensorSpec
+from exporter.spec import PROGRAMS, MethodSpec, StateSpec, TensorSpec
 
 VOCAB, HIDDEN, HEADS, HEAD_DIM, WINDOW, MAX_CHUNK, MAX_LEN = 97, 32, 2, 16, 8, 24, 64
 
@@ -39,6 +39,8 @@ def contract_of(method: str) -> ProgramContract:
     inputs.append(("position_ids", (1, "S"), "int64"))
     inputs += [(s.name, (1, "C" if s.kind == "full" else s.rows, *s.row_shape), "float32") for s in STATES]
     interface = MethodSpec(
+        write_first=PROGRAMS[method].write_first,
+        logits=PROGRAMS[method].logits,
         inputs=tuple(TensorSpec(name=name, shape=shape, dtype=dtype) for name, shape, dtype in inputs),
         outputs=(TensorSpec(name="logits", shape=(1, VOCAB), dtype="float32"),),
         dims=dims,
@@ -47,7 +49,7 @@ def contract_of(method: str) -> ProgramContract:
     return ProgramContract(method, interface, STATES)
 
 
-CONTRACTS = {method: contract_of(method) for method in ("prefill", "main")}
+CONTRACTS = {method: contract_of(method) for method in PROGRAMS}
 
 
 @dataclasses.dataclass(frozen=True)

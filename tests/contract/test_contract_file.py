@@ -10,12 +10,14 @@ import yaml
 from programs_for_checks import CONTRACTS
 from tiny_models import CONV, GLOBAL, SLIDING, decoder_of, model
 
-from exporter.backends.executorch.program import graph_contracts
+from exporter.backends import traits
+from exporter.backends.executorch.build import graph_contracts
 from exporter.errors import ConfigError
-from exporter.graph.contract import EXPORTED_CHECKS, FILE_CHECKS, MIN_DELEGATED_SHARE
+from exporter.graph.contract import MIN_DELEGATED_SHARE
 from exporter.graph.contract_file import ContractFile, ProgramForm, load_contract
-from exporter.programs import METHODS, Limits, interface, method_spec
-from exporter.spec import CachePolicy, CheckResult, state_specs
+from exporter.programs import Limits, interface, method_spec
+from exporter.spec import PROGRAMS, CachePolicy, CheckResult, state_specs
+from exporter.spec.checks import TRACED_CHECKS
 
 RING = {"kind": "ring", "rows": 8, "row_shape": [2, 16]}
 FULL = {"kind": "full", "row_shape": [2, 16]}
@@ -71,7 +73,7 @@ def test_mistakes_are_named_with_what_is_allowed(tmp_path: Path, content: object
 def test_unknown_checks_are_answered_with_every_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, {"checks": ["no_such"]})
-    assert all(name in caught.value.expected for name in (*EXPORTED_CHECKS, *FILE_CHECKS))
+    assert all(name in caught.value.expected for name in (*TRACED_CHECKS, *traits("executorch").checks))
 
 
 def test_layers_are_the_states_the_exporter_makes(tmp_path: Path) -> None:
@@ -80,14 +82,14 @@ def test_layers_are_the_states_the_exporter_makes(tmp_path: Path) -> None:
     layers = [RING | {"rows": 11, "count": 2}, FULL, CONV_FORM, RING | {"rows": 11}]
     form = load(tmp_path, {"program": PROGRAM | {"layers": layers}}).program
     assert isinstance(form, ProgramForm)
-    ours, limits = form.states(), Limits(max_context_length=160, max_prefill_chunk=40)
+    ours, limits = form.states("executorch"), Limits(max_context_length=160, max_prefill_chunk=40)
     theirs = state_specs(spec, CachePolicy(ring_slack=3), 160)
     assert [(s.name, s.kind, s.role, s.max_rows, s.row_shape) for s in ours] == [
         (s.name, s.kind, s.role, s.max_rows, s.row_shape) for s in theirs
     ]
     decoder = decoder_of(spec, slack=3, context=160)
-    for method in METHODS:
-        assert interface(ours, 97, method, limits) == method_spec(decoder, method, limits)
+    for kind in PROGRAMS.values():
+        assert interface(ours, 97, kind, limits) == method_spec(decoder, kind, limits)
 
 
 def test_floors_and_ceilings_reach_their_method(tmp_path: Path) -> None:
@@ -137,4 +139,4 @@ def test_every_export_is_held_to_the_recorded_floor() -> None:
     decoder = decoder_of(model(SLIDING, GLOBAL))
     contracts = graph_contracts(decoder, Limits(max_context_length=64, max_prefill_chunk=8))
     assert {c.method: c.min_delegated_share for c in contracts} == MIN_DELEGATED_SHARE
-    assert set(MIN_DELEGATED_SHARE) == set(METHODS) and min(MIN_DELEGATED_SHARE.values()) > 0.4
+    assert set(MIN_DELEGATED_SHARE) == set(PROGRAMS) and min(MIN_DELEGATED_SHARE.values()) > 0.4

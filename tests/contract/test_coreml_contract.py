@@ -13,11 +13,11 @@ import pytest
 from coreml_programs import built, contracts_of
 from tiny_models import one_thread  # noqa: F401
 
-from exporter.backends.coreml import check_file, read_file
+from exporter.backends import traits
 from exporter.backends.coreml.checks import check_package
-from exporter.backends.coreml.package import DATA, Package
+from exporter.backends.coreml.file import DATA, Package, read_file
 from exporter.errors import BundleError, GraphContractError
-from exporter.graph.contract import COREML_CHECKS, ProgramContract
+from exporter.graph.contract import ProgramContract
 
 NAME = "short convolution"  # a convolution, a ring, a convolution, a global layer
 PREFILL, MAIN = "prefill", "main"
@@ -162,7 +162,7 @@ MUTANTS: list[tuple[Mutant, str, set[str]]] = [
     (stale_rows, MAIN, {"full_writes_before_read"}),
     (stale_rows, PREFILL, {"full_writes_before_read"}),
     (early_convolution, MAIN, {"conv_reads_before_write"}),
-    (unwritten, MAIN, {"mutated_inputs_exactly_states", "ring_write_index_from_shapes", "main_writes_before_read",
+    (unwritten, MAIN, {"mutated_inputs_exactly_states", "ring_write_index_from_shapes", "ring_writes_before_read",
                        "no_whole_state_copy"}),
     (written_twice, PREFILL, {"no_whole_state_copy"}),
     (whole_state, MAIN, {"no_whole_state_copy"}),
@@ -184,9 +184,9 @@ MUTANTS: list[tuple[Mutant, str, set[str]]] = [
 def test_a_built_package_holds_its_contract() -> None:
     _, result, path = built(NAME)
     package, contracts = package_and_contracts()
-    checks = check_file(read_file(path), contracts)
+    checks = check_package(read_file(path), contracts)
     assert [check.name for check in checks if not check.passed] == [] and tuple(checks) == result.checks
-    assert {check.name for check in checks} == set(COREML_CHECKS)
+    assert {check.name for check in checks} == set(traits("coreml").checks)
     assert failed(package, contracts) == set()
 
 
@@ -197,9 +197,7 @@ def test_a_fault_fails_its_checks_and_no_others(mutant: Mutant, method: str, che
     assert failed(package, contracts) == {(method, name) for name in checks}
 
 
-@pytest.mark.parametrize(
-    ("method", "check"), [(PREFILL, "prefill_reads_before_write"), (MAIN, "main_writes_before_read")]
-)
+@pytest.mark.parametrize(("method", "check"), [(PREFILL, "ring_reads_before_write"), (MAIN, "ring_writes_before_read")])
 def test_one_function_in_the_place_of_the_other_has_the_wrong_order(method: str, check: str) -> None:
     package, contracts = package_and_contracts()
     functions = package.spec.mlProgram.functions
@@ -259,7 +257,7 @@ def test_other_functions_and_damaged_packages_are_refused(tmp_path: Path) -> Non
     weights = tmp_path / "cut.mlpackage" / DATA / "weights" / "weight.bin"
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(BundleError, match="got 1000 bytes of weights"):
-        check_file(read_file(tmp_path / "cut.mlpackage"), contracts)
+        check_package(read_file(tmp_path / "cut.mlpackage"), contracts)
 
 
 @pytest.mark.parametrize(
@@ -286,9 +284,9 @@ def test_every_check_stands_in_the_docs_with_its_mutants() -> None:
         if line.startswith("| `")
     ]
     documented = {row[0].strip("`"): re.findall(r"`(\w+)`", row[2]) for row in rows if len(row) == 3}
-    assert set(COREML_CHECKS) <= documented.keys()
+    assert set(traits("coreml").checks) <= documented.keys()
     faults = {(name, mutant.__name__) for mutant, _, names in MUTANTS for name in names}
-    for name in COREML_CHECKS:
+    for name in traits("coreml").checks:
         for mutant in documented[name]:
             assert (name, mutant) in faults or mutant in globals(), (name, mutant)
         assert documented[name], name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,14 +16,15 @@ from exporter import programs
 from exporter.backends.coreai.bytecode import stored_blobs
 from exporter.backends.coreai.checks import check_function, weights_stored_once
 from exporter.backends.coreai.convert import convert
-from exporter.backends.coreai.program import Asset, Function
+from exporter.backends.coreai.file import Asset, Function
 from exporter.cache import masks, plain
 from exporter.cache.interface import States
 from exporter.graph import ProgramContract
-from exporter.model import decoder as decoder_module
 from exporter.model.convolution import ShortConv
 from exporter.model.decoder import Decoder
-from exporter.programs import METHODS, Method, ProgramModule, method_spec, trace
+from exporter.model.parts import Call, Part
+from exporter.programs import ProgramModule, method_spec, trace
+from exporter.spec import PROGRAMS, ShortConvSpec
 
 SPEC = tiny_models.model(tiny_models.attention(4), tiny_models.attention(4), tiny_models.GLOBAL)
 CONVOLUTIONS = tiny_models.model(tiny_models.CONV, tiny_models.attention(4), tiny_models.CONV)
@@ -86,10 +87,10 @@ class FaultyFull(plain.FullKVCache):
 class ForgetfulConv(ShortConv):
     """A convolution that replaces its state before it reads it."""
 
-    def forward(self, hidden: torch.Tensor, state: torch.Tensor, offset: int) -> torch.Tensor:
-        gate_in, _, x = self.in_proj(hidden).chunk(3, dim=-1)
-        state.copy_(torch.cat([state, gate_in * x], 1).narrow(1, hidden.shape[1], self.history))
-        return super().forward(hidden, state, offset)
+    def forward(self, normed: torch.Tensor, call: Call, states: list[torch.Tensor]) -> torch.Tensor:
+        gate_in, _, x = self.in_proj(normed).chunk(3, dim=-1)
+        states[0].copy_(torch.cat([states[0], gate_in * x], 1).narrow(1, call.query_len, self.history))
+        return super().forward(normed, call, states)
 
 
 class FaultyKernels(plain.PlainKernels):
@@ -124,7 +125,8 @@ class FaultyProgram(ProgramModule):
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *states: torch.Tensor) -> torch.Tensor:
         if self.fault == "returns every row of logits":
-            return self.decoder.logits(self.decoder.hidden_states(input_ids, position_ids, states, self.write_first))
+            hidden = self.decoder.hidden_states(input_ids, position_ids, states, self.kind.write_first)
+            return self.decoder.logits(hidden)
         logits = super().forward(input_ids, position_ids, *states)
         if self.fault == "adds a whole stack up":
             logits = logits + states[2].sum() * 0.0
@@ -136,14 +138,11 @@ class FaultyProgram(ProgramModule):
         return logits
 
 
-Save = Callable[[Method, str], Path]
-
-
-def save(method: Method, fault: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, ProgramContract]:
+def save(method: str, fault: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, ProgramContract]:
     """One function with a fault, as an asset, and the contract it was meant to keep."""
     spec = CONVOLUTIONS if "convolution" in fault else SPEC
     if fault == "replaces a convolution's inputs first":
-        monkeypatch.setattr(decoder_module, "ShortConv", ForgetfulConv)
+        monkeypatch.setitem(Part.of, ShortConvSpec, ForgetfulConv)
     decoder = tiny_models.randomize(Decoder(spec, stacked_states(spec), FaultyKernels(fault)))
     if fault == "keeps a second head":
         decoder.lm_head = TiedTwice(decoder.embed_tokens.weight)
@@ -153,18 +152,17 @@ def save(method: Method, fault: str, path: Path, monkeypatch: pytest.MonkeyPatch
     if fault == "fixes the rows":
         static = [s.model_copy(update={"static": True, "rows": s.max_rows}) for s in decoder.states]
         traced = tiny_models.randomize(Decoder(SPEC, static, FaultyKernels("")))
+    kind = PROGRAMS[method]
     program = convert(
-        {method: trace(traced, method, LIMITS, "int32")},
-        {method: method_spec(traced, method, LIMITS, "int32")},
-        {},
+        {method: trace(traced, kind, LIMITS, "int32")}, {method: method_spec(traced, kind, LIMITS, "int32")}, {}
     )
     program.save_asset(path)
-    return path, ProgramContract(method, method_spec(decoder, method, LIMITS, "int32"), decoder.states)
+    return path, ProgramContract(method, method_spec(decoder, kind, LIMITS, "int32"), decoder.states)
 
 
-FAULTS: list[tuple[Method, str, set[str]]] = [
-    ("prefill", "prefill writes first", {"prefill_reads_before_write"}),
-    ("main", "main reads first", {"main_writes_before_read"}),
+FAULTS: list[tuple[str, str, set[str]]] = [
+    ("prefill", "prefill writes first", {"ring_reads_before_write"}),
+    ("main", "main reads first", {"ring_writes_before_read"}),
     ("main", "reads the global rows first", {"full_writes_before_read"}),
     ("prefill", "gathers by data", {"ring_write_index_from_shapes", "writes_land_on_their_rows"}),
     ("prefill", "gathers the wrong rows", {"writes_land_on_their_rows"}),
@@ -176,7 +174,7 @@ FAULTS: list[tuple[Method, str, set[str]]] = [
     ("prefill", "replaces a convolution's inputs first", {"conv_reads_before_write"}),
     ("main", "replaces a convolution's inputs first", {"conv_reads_before_write"}),
     ("prefill", "forgets the second layer's values",
-     {"ring_write_index_from_shapes", "writes_land_on_their_rows", "prefill_reads_before_write",
+     {"ring_write_index_from_shapes", "writes_land_on_their_rows", "ring_reads_before_write",
       "mutated_inputs_exactly_states"}),
     ("main", "adds a whole stack up", {"no_whole_state_copy"}),
     ("main", "copies a whole stack", {"no_whole_state_copy"}),
@@ -190,7 +188,7 @@ FAULTS: list[tuple[Method, str, set[str]]] = [
     ("method", "fault", "broken"), FAULTS, ids=lambda value: value if isinstance(value, str) else ""
 )
 def test_a_fault_breaks_its_checks(
-    method: Method, fault: str, broken: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, fault: str, broken: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, contract = save(method, fault, tmp_path / "model.aimodel", monkeypatch)
     results = check_function(Asset(path).functions[method], contract)
@@ -201,7 +199,7 @@ def test_a_fault_breaks_its_checks(
 
 def test_every_check_fails_on_one_of_the_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = set()
-    for method in METHODS:
+    for method in PROGRAMS:
         path, contract = save(method, "", tmp_path / f"{method}.aimodel", monkeypatch)
         names |= {result.name for result in check_function(Asset(path).functions[method], contract)}
     assert names == set().union(*(broken for _, _, broken in FAULTS))
@@ -229,7 +227,7 @@ def reads_redirected(function: Function) -> Function:
 
 
 @pytest.mark.parametrize("method", ["prefill", "main"])
-def test_without_a_fault_every_check_passes(method: Method, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_fault_every_check_passes(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, contract = save(method, "", tmp_path / "model.aimodel", monkeypatch)
     function = Asset(path).functions[method]
     assert [result for result in check_function(function, contract) if not result.passed] == []

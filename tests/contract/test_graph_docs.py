@@ -9,9 +9,11 @@ from pathlib import Path
 import test_graph_exported
 import test_graph_lowered
 
-from exporter.graph.contract import EXPORTED_CHECKS, FILE_CHECKS
+from exporter.backends import traits
 from exporter.graph.contract_file import load_contract
-from exporter.programs import METHODS, Limits, interface
+from exporter.programs import Limits, interface
+from exporter.spec import PROGRAMS
+from exporter.spec.checks import TRACED_CHECKS
 
 HERE = Path(__file__).parent
 TEXT = (HERE.parents[1] / "docs" / "graph-contract.md").read_text(encoding="utf-8")
@@ -31,8 +33,8 @@ FAULTS |= {(fault, check) for _, faults, checks in test_graph_lowered.MUTANTS fo
 def test_every_check_stands_in_the_table_with_its_forms() -> None:
     documented = {name.strip("`"): form for name, form, *_ in ROWS}
     assert len(documented) == len(ROWS) == 20 and "Twenty properties" in TEXT
-    forms = {name: [] for name in (*EXPORTED_CHECKS, *FILE_CHECKS)}  # type: dict[str, list[str]]
-    for form, names in (("exported", EXPORTED_CHECKS), ("file", FILE_CHECKS)):
+    forms = {name: [] for name in (*TRACED_CHECKS, *traits("executorch").checks)}  # type: dict[str, list[str]]
+    for form, names in (("exported", TRACED_CHECKS), ("file", traits("executorch").checks)):
         assert len(set(names)) == len(names)
         for name in names:
             forms[name].append(form)
@@ -53,6 +55,6 @@ def test_the_example_loads_and_is_a_program(tmp_path: Path) -> None:
     contract = load_contract(tmp_path / "contract.yaml")
     assert contract.program is not None and len(contract.program.states()) == 2 * 18
     limits = Limits(max_context_length=32768, max_prefill_chunk=512)
-    for method in METHODS:
+    for method in PROGRAMS:
         shapes = [tensor.shape for tensor in interface(contract.program.states(), 262144, method, limits).inputs]
         assert shapes.count((1, 512, 1, 256)) == 30 and shapes.count((1, "rows", 1, 256)) == 6

@@ -10,15 +10,16 @@ from programs_for_checks import CONTRACTS, STATES, trace
 from torch.export import Dim, export
 
 from exporter import programs
+from exporter.backends.executorch.assertion import assert_graph_contract
 from exporter.errors import GraphContractError
-from exporter.graph import ProgramContract, Provenance, assert_graph_contract, check_exported, refuse_failed
-from exporter.graph.checks_flow import conv_order
-from exporter.graph.contract import EXPORTED_CHECKS
+from exporter.graph import ProgramContract, Provenance, check_exported, refuse_failed
+from exporter.graph.checks_flow import access_order
 from exporter.graph.flow import Flow, Step, Value
 from exporter.graph.fx_flow import flow_of
 from exporter.graph.index_proof import Lengths, expected_rows, played_lengths, sample_lengths
 from exporter.graph.provenance import Trace
-from exporter.spec import MethodSpec, StateSpec, TensorSpec
+from exporter.spec import KINDS, PREFILL, MethodSpec, StateSpec, TensorSpec
+from exporter.spec.checks import TRACED_CHECKS
 
 MUTANTS = [
     ("prefill", "data_index", True, "ring_write_index_from_shapes"),
@@ -28,10 +29,10 @@ MUTANTS = [
     ("main", "wrong_slot", True, "write_index_is_definition"),
     ("prefill", "wrong_slot", True, "writes_land_on_their_rows"),
     ("main", "wrong_slot", False, "writes_land_on_their_rows"),
-    ("prefill", "write_first", True, "prefill_reads_before_write"),
-    ("prefill", "write_first", False, "prefill_reads_before_write"),
-    ("main", "read_first", True, "main_writes_before_read"),
-    ("main", "read_first", False, "main_writes_before_read"),
+    ("prefill", "write_first", True, "ring_reads_before_write"),
+    ("prefill", "write_first", False, "ring_reads_before_write"),
+    ("main", "read_first", True, "ring_writes_before_read"),
+    ("main", "read_first", False, "ring_writes_before_read"),
     ("prefill", "full_read_first", True, "full_writes_before_read"),
     ("main", "full_read_first", False, "full_writes_before_read"),
     ("prefill", "extra_mutation", True, "mutated_inputs_exactly_states"),
@@ -61,8 +62,8 @@ CHECKS = {
 @pytest.mark.parametrize("method", ["prefill", "main"])
 def test_a_good_program_passes_every_check(method: str, custom: bool) -> None:
     results = check_exported(trace(method, custom=custom), CONTRACTS[method])
-    order = "main_writes_before_read" if method == "main" else "prefill_reads_before_write"
-    assert {r.name for r in results} == CHECKS | {order} <= set(EXPORTED_CHECKS)
+    order = "ring_writes_before_read" if method == "main" else "ring_reads_before_write"
+    assert {r.name for r in results} == CHECKS | {order} <= set(TRACED_CHECKS)
     assert [r for r in results if not r.passed] == []
     assert all(r.evidence and r.program == method for r in results)
     refuse_failed(results)
@@ -80,15 +81,15 @@ def test_each_fault_fails_nothing_it_does_not_touch() -> None:
     failed = {r.name for r in check_exported(trace("prefill", "infinite_mask"), CONTRACTS["prefill"]) if not r.passed}
     assert failed == {"finite_constants"}
     failed = {r.name for r in check_exported(trace("prefill", "write_first"), CONTRACTS["prefill"]) if not r.passed}
-    assert failed == {"prefill_reads_before_write"}
+    assert failed == {"ring_reads_before_write"}
 
 
 @pytest.mark.parametrize("custom", [True, False], ids=["operators", "aten"])
 @pytest.mark.parametrize(
     ("method", "other", "check", "reason"),
     [
-        ("main", "prefill", "prefill_reads_before_write", "write-first order.*never derived from the graph of a one"),
-        ("prefill", "main", "main_writes_before_read", "read-first order.*never derived from the graph of a program"),
+        ("main", "prefill", "ring_reads_before_write", "write-first order.*never derived from the graph of a one"),
+        ("prefill", "main", "ring_writes_before_read", "read-first order.*never derived from the graph of a program"),
     ],
 )
 def test_one_method_derived_from_the_others_graph_is_refused_with_the_reason(
@@ -104,13 +105,13 @@ def test_tracing_a_graph_instead_of_a_decoder_is_refused_with_the_reason(as_modu
     program = trace("main")
     graph: Any = program.module() if as_module else program
     with pytest.raises(GraphContractError, match="write rings first") as caught:
-        programs.trace(graph, "prefill", programs.Limits(max_context_length=64, max_prefill_chunk=24))
+        programs.trace(graph, PREFILL, programs.Limits(max_context_length=64, max_prefill_chunk=24))
     assert (caught.value.owner, caught.value.expected) == ("trace", "a Decoder")
 
 
 def test_one_call_holds_an_exported_program_to_its_contract() -> None:
     results = assert_graph_contract(trace("main"), CONTRACTS["main"])
-    assert {r.name for r in results} <= set(EXPORTED_CHECKS) and all(r.passed for r in results)
+    assert {r.name for r in results} <= set(TRACED_CHECKS) and all(r.passed for r in results)
     with pytest.raises(GraphContractError, match="main: finite_constants failed") as caught:
         assert_graph_contract(trace("main", "infinite_weight", "item_on_data"), CONTRACTS["main"])
     assert "no_scalar_read_from_data failed" in caught.value.got  # every failure is listed
@@ -158,6 +159,8 @@ def test_a_convolution_reads_its_state_before_it_is_replaced(read_first: bool) -
         dtype="float32",
     )  # fmt: skip
     interface = MethodSpec(
+        write_first=True,
+        logits="last",
         inputs=tuple(TensorSpec(name=n, shape=(1, 1), dtype="float32") for n in ("ids", "positions", state.name)),
         outputs=(TensorSpec(name="logits", shape=(1, 7), dtype="float32"),),
         dims={},
@@ -168,7 +171,7 @@ def test_a_convolution_reads_its_state_before_it_is_replaced(read_first: bool) -
     write = Step("write", "aten::copy_", reads=(0,), writes=(2,))
     steps = (read, write) if read_first else (write, read)
     flow = Flow(inputs, {}, frozenset(), frozenset(), steps, (3,))
-    assert conv_order(flow, ProgramContract("main", interface, (state,))).passed == read_first
+    assert access_order(flow, ProgramContract("main", interface, (state,)), KINDS["conv"]).passed == read_first
 
 
 class Provenances(torch.nn.Module):

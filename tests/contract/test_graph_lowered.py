@@ -8,21 +8,15 @@ from typing import Any
 import pytest
 from programs_for_checks import CONTRACTS, MAX_CHUNK, STATES, lower, trace
 
+from exporter.backends import traits
+from exporter.backends.executorch.assertion import assert_graph_contract
+from exporter.backends.executorch.checks import check_lowered, runtime_registry
+from exporter.backends.executorch.file import Blob, PteFile, read_pte
+from exporter.backends.executorch.flow import flow_of_plan
+from exporter.backends.executorch.stored import stored_weights
 from exporter.errors import GraphContractError
-from exporter.graph import (
-    FileLimits,
-    ProgramContract,
-    PteFile,
-    assert_graph_contract,
-    check_lowered,
-    read_pte,
-    runtime_registry,
-    stored_weights,
-)
-from exporter.graph.contract import FILE_CHECKS
+from exporter.graph import FileLimits, ProgramContract
 from exporter.graph.provenance import Trace
-from exporter.graph.pte_flow import flow_of_plan
-from exporter.graph.pte_plan import Blob
 from exporter.spec import CheckResult
 
 CHECKS = {
@@ -37,12 +31,12 @@ MUTANTS = [
         "ring_write_index_from_shapes", "full_write_index_from_shapes", "write_index_is_definition",
         "finite_constants", "last_token_logits_only", "dynamic_ranges",
     }),
-    ("prefill", ("write_first", "tensor_remainder"), {"prefill_reads_before_write", "no_tensor_remainder"}),
+    ("prefill", ("write_first", "tensor_remainder"), {"ring_reads_before_write", "no_tensor_remainder"}),
     ("main", ("wrong_slot", "item_on_data", "infinite_weight"), {
         "write_index_is_definition", "no_scalar_read_from_data", "finite_constants",
     }),
     ("main", ("read_first", "full_read_first", "item_on_weight", "unwritten"), {
-        "main_writes_before_read", "full_writes_before_read", "no_scalar_read_from_data",
+        "ring_writes_before_read", "full_writes_before_read", "no_scalar_read_from_data",
         "mutated_inputs_exactly_states", "full_write_index_from_shapes",
     }),
     ("main", ("extra_mutation",), {"mutated_inputs_exactly_states", "last_token_logits_only"}),
@@ -71,10 +65,10 @@ def changed(method: str, **changes: Any) -> list[ProgramContract]:
 def test_a_good_file_passes_every_check(good: bytes, registry: frozenset[str]) -> None:
     results = check_lowered(good, CONTRACTS.values(), registry)
     assert [r for r in results if not r.passed] == []
-    for method, order in (("prefill", "prefill_reads_before_write"), ("main", "main_writes_before_read")):
+    for method, order in (("prefill", "ring_reads_before_write"), ("main", "ring_writes_before_read")):
         assert set(by_name(results, method)) == CHECKS | {order}
     assert set(by_name(results, "main+prefill")) == {"weights_stored_once", "file_bytes"}
-    assert {r.name for r in results} == set(FILE_CHECKS)
+    assert {r.name for r in results} == set(traits("executorch").checks)
     assert assert_graph_contract(good, *CONTRACTS.values()) == results  # the installed runtime's kernels
 
 
@@ -118,7 +112,7 @@ def test_a_read_that_lowering_moved_behind_the_write_fails(registry: frozenset[s
     """
     program = trace("prefill", "tensor_remainder")
     data = lower({"prefill": program})
-    result = by_name(check_lowered(data, [CONTRACTS["prefill"]], registry), "prefill")["prefill_reads_before_write"]
+    result = by_name(check_lowered(data, [CONTRACTS["prefill"]], registry), "prefill")["ring_reads_before_write"]
     assert not result.passed and "Xnnpack" in result.evidence
 
 
@@ -160,8 +154,8 @@ def test_a_plan_under_the_other_methods_contract_is_refused_with_the_reason(good
     swapped = [dataclasses.replace(CONTRACTS[a], method=b) for a, b in (("prefill", "main"), ("main", "prefill"))]
     with pytest.raises(GraphContractError) as caught:
         assert_graph_contract(good, *swapped)
-    assert "main: prefill_reads_before_write failed (write-first order" in caught.value.got
-    assert "prefill: main_writes_before_read failed (read-first order" in caught.value.got
+    assert "main: ring_reads_before_write failed (write-first order" in caught.value.got
+    assert "prefill: ring_writes_before_read failed (read-first order" in caught.value.got
 
 
 def test_contracts_for_other_methods_are_refused(good: bytes, registry: frozenset[str]) -> None:

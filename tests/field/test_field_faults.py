@@ -16,12 +16,12 @@ from tiny_models import KERNELS, SPECS, decoder_of, one_thread, play, states_of,
 
 import runtime_ref
 from exporter import pipeline
-from exporter.backends.executorch import program as pte_program
+from exporter.backends.executorch import build as pte_build
+from exporter.backends.executorch.file import read_pte
 from exporter.bundle import read_bundle
 from exporter.config import load_config
 from exporter.errors import GraphContractError
 from exporter.families import from_hf
-from exporter.graph import read_pte
 from exporter.progress import Progress
 from exporter.spec import AttentionSpec, CachePolicy, ModelSpec, ShortConvSpec, state_specs
 from runtime_ref.generate import Generation
@@ -166,10 +166,10 @@ def test_42_the_file_stores_the_models_weights_and_hardly_more(request: pytest.F
 def test_44_an_operator_the_named_runtime_lacks_stops_the_export(
     tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    runtime, registry = pte_program.runtime_registry()
+    runtime, registry = pte_build.runtime_registry()
     data = (tiny_bundle / "model.pte").read_bytes()
-    monkeypatch.setattr(pte_program, "lower", lambda programs, path: path.write_bytes(data))
-    monkeypatch.setattr(pte_program, "runtime_registry", lambda: (runtime, registry - {"aten::embedding.out"}))
+    monkeypatch.setattr(pte_build, "lower", lambda programs, path: path.write_bytes(data))
+    monkeypatch.setattr(pte_build, "runtime_registry", lambda: (runtime, registry - {"aten::embedding.out"}))
     with pytest.raises(
         GraphContractError, match=r"operators_in_registry failed \(aten::embedding\.out is not in the runtime"
     ):

@@ -15,7 +15,10 @@ from coreai_models import CHUNK, CONTEXT, Pair, build_into, stacked, stacked_sta
 from tiny_models import one_thread  # noqa: F401
 
 from exporter.backends import Built
-from exporter.backends.coreai import check_file, describe, read_file
+from exporter.backends.coreai.checks import check_asset
+from exporter.backends.coreai.description import describe
+from exporter.backends.coreai.file import read_file
+from exporter.backends.coreai.runtime import AimodelProgram
 from exporter.cache.plain import PlainKernels
 from exporter.checkpoint import open_checkpoint
 from exporter.errors import BundleError, ConfigError, RuntimeLimitError
@@ -23,7 +26,6 @@ from exporter.graph import ProgramContract
 from exporter.model.decoder import Decoder, parameter_shapes
 from exporter.programs import Limits
 from exporter.spec import ModelSpec
-from runtime_ref.programs.aimodel import AimodelProgram
 
 # Rings of 8 rows: single tokens first, chunks longer than the ring, chunks that straddle its end, 7 turns in all.
 PIECES = (1, 1, 2, 5, 20, 1, 1, 7, 3, 1, 17, 1)
@@ -150,11 +152,11 @@ def test_ranges_are_recorded_in_the_asset_and_held_to_the_contract(
     metadata["creatorDefinedMetadata"]["dynamicRanges"]["prefill"]["input_ids"][1] = [2, 25]
     (path / "metadata.json").write_text(json.dumps(metadata))
     assert describe(read_file(path)).functions[0].inputs[0] == ("input_ids", "int32", "[1, 2..25]")
-    failed = [(check.program, check.name) for check in check_file(read_file(path), contracts) if not check.passed]
+    failed = [(check.program, check.name) for check in check_asset(read_file(path), contracts) if not check.passed]
     assert failed == [("prefill", "dynamic_ranges")]
     (path / "metadata.json").unlink()  # as another exporter's asset may be: the axes are dynamic, and no more is known
     assert describe(read_file(path)).functions[0].inputs[0] == ("input_ids", "int32", "[1, any]")
-    assert all(check.passed for check in check_file(read_file(path), contracts))
+    assert all(check.passed for check in check_asset(read_file(path), contracts))
 
 
 def rounded(weight: torch.Tensor, grid: str) -> torch.Tensor:
@@ -192,7 +194,8 @@ def test_reduced_weights_are_the_rounding_they_say(
                 parameter.copy_(rounded(parameter, grid))
                 elements[grid] += parameter.numel()
     built = build_into(decoder, tmp_path, weights, keep_int8=keep_int8)
-    assert (built.program.weights, built.program.keep_int8) == (weights, keep_int8)
+    assert built.program.options == {"weights": weights, "keep_int8": list(keep_int8)}
+    assert built.program.weights == (f"{weights}, int8 in {' '.join(keep_int8)}" if keep_int8 else weights)
     assert worst(Pair(expected, built, tmp_path), (1, 20, 1, 5)) < CLOSE
     stored = describe(read_file(tmp_path / "model.aimodel")).weight_bytes
     assert stored.get("float16", 0) == 2 * elements["float16"] and stored.get("int8", 0) == elements["int8"]

@@ -14,14 +14,14 @@ from tiny_models import CONV, GLOBAL, MOE, SLIDING, attention, model, one_thread
 from torch.export import ExportedProgram
 
 from exporter.backends.coreml import convert, cures
+from exporter.backends.coreml.build import interface_of
 from exporter.backends.coreml.checks import weights_stored_once
 from exporter.backends.coreml.convert import to_mil
-from exporter.backends.coreml.package import Package
+from exporter.backends.coreml.file import Package
 from exporter.backends.coreml.precision import SHIPPED, in_precision
-from exporter.backends.coreml.program import interface_of
 from exporter.backends.coreml.stateful import trace_stateful
 from exporter.graph.contract import DEFAULT_LIMITS
-from exporter.programs import METHODS, Method
+from exporter.spec import PROGRAMS
 
 SPECS = {
     "attention": model(SLIDING, GLOBAL),
@@ -32,19 +32,20 @@ SPECS = {
 
 
 @cache
-def traced(name: str, method: Method) -> ExportedProgram:
+def traced(name: str, method: str) -> ExportedProgram:
     decoder = coreml_decoder(SPECS[name])
-    return trace_stateful(in_precision(decoder, SHIPPED), method, interface_of(decoder, method, LIMITS))
+    kind = PROGRAMS[method]
+    return trace_stateful(in_precision(decoder, SHIPPED), kind, interface_of(decoder, kind, LIMITS))
 
 
-def converted(name: str, method: Method) -> list[Any]:
+def converted(name: str, method: str) -> list[Any]:
     """The operators of the converted function, constants left out."""
     program = to_mil(cures.rewrite(traced(name, method)))
     return [op for op in program.functions["main"].operations if op.op_type != "const"]
 
 
 @cache
-def cured(name: str, method: Method) -> list[Any]:
+def cured(name: str, method: str) -> list[Any]:
     """The same with every cure."""
     return converted(name, method)
 
@@ -93,7 +94,7 @@ CURED = {
         ("state_as_stored", "attention", "main", "Unsupported fx node state_as_stored"),
     ],
 )
-def test_conversion_fails(cure: str, name: str, method: Method, error: str, without: Callable[[str], None]) -> None:
+def test_conversion_fails(cure: str, name: str, method: str, error: str, without: Callable[[str], None]) -> None:
     without(cure)
     with pytest.raises((NotImplementedError, ValueError), match=error):
         converted(name, method)
@@ -164,7 +165,7 @@ def test_coremltools_own_translations_are_put_back() -> None:
 
 def test_what_is_cured_when_a_package_is_saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Left alone, coremltools stores each function's weights, and describes a fixed input as fixed beside ranges."""
-    functions = {method: to_mil(cures.rewrite(traced("attention", method))) for method in METHODS}
+    functions = {method: to_mil(cures.rewrite(traced("attention", method))) for method in PROGRAMS}
     monkeypatch.setattr(convert, "describe_as_ranges", lambda path: None)
     convert.save(convert.merge(functions), tmp_path / "model.mlpackage")
     package = Package(tmp_path / "model.mlpackage")

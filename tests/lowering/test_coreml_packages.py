@@ -5,7 +5,6 @@ Letters: N output channels, K input channels.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections import Counter
 from importlib.metadata import PackageNotFoundError
@@ -14,24 +13,28 @@ from pathlib import Path
 import pytest
 import torch
 from coreml_programs import CHUNK, CONTEXT, Weights, built, coreml_decoder
+from recipes import recipe_of
 from tiny_checkpoints import CONFIGS, at, tiny_model
 from tiny_models import SPECS, call, one_thread, states_of, token_ids  # noqa: F401
 
 from exporter import optional
-from exporter.backends import coreml
-from exporter.backends.coreml import build, describe, kernels, read_file
-from exporter.backends.coreml.package import Package
+from exporter.backends import build_module
+from exporter.backends.coreml.build import build, kernels
+from exporter.backends.coreml.description import describe
+from exporter.backends.coreml.file import Package, read_file
+from exporter.backends.coreml.options import CoreMLOptions
 from exporter.backends.coreml.precision import FLOAT32, SHIPPED, in_precision
+from exporter.backends.coreml.runtime import MLPackageProgram
 from exporter.cache.plain import PlainKernels
 from exporter.checkpoint import open_checkpoint
 from exporter.errors import MissingPackageError
+from exporter.grids.int4 import int4_per_group
+from exporter.grids.int8 import int8_per_row
+from exporter.grids.palettized4 import ENTRIES, palettize
 from exporter.model.decoder import Decoder, parameter_shapes
 from exporter.programs import Limits
 from exporter.progress import Progress
-from exporter.quantization.grids import int4_per_group, int8_per_row
-from exporter.quantization.palettes import ENTRIES, palettize
-from exporter.spec import CachePolicy, CoreMLOptions, state_specs
-from runtime_ref.programs.mlpackage.program import MLPackageProgram
+from exporter.spec import CachePolicy, state_specs
 
 # Windows of 8: chunks shorter, longer than the window, one over the ring's end; single tokens over three wraps.
 SPLITS = [5, 1, 1, 7, CHUNK, 3, *[1] * 26]
@@ -104,7 +107,8 @@ def test_the_matrices_that_keep_eight_bits_are_known_in_the_program(weights: Wei
     parts = ("embed_tokens", *KEPT[1:])
     assert largest_difference(ours, play_eager(rounded(decoder, weights, parts), SPLITS)) < 1e-2
     assert largest_difference(ours, play_eager(rounded(decoder, weights), SPLITS)) > 3e-2
-    assert result.program.keep_int8 == KEPT
+    assert result.program.options == {"weights": weights, "keep_int8": list(KEPT)}
+    assert result.program.weights == f"{weights}, int8 in {' '.join(KEPT)}"
     matrices = {name: p for name, p in decoder.named_parameters() if p.dim() == 2}
     eight = sum(p.numel() for name, p in matrices.items() if any(part in name for part in parts))
     found = describe(read_file(path)).weight_bytes
@@ -167,7 +171,9 @@ def test_every_family_agrees_with_eager(family: str, tmp_path: Path) -> None:
     weights = checkpoint.load_state_dict(parameter_shapes(checkpoint.spec), lambda done, total: None)
     decoder = Decoder.from_state_dict(checkpoint.spec, states, kernels(CoreMLOptions()), weights)
     limits = Limits(max_context_length=64, max_prefill_chunk=24)
-    result = build(decoder, limits, CoreMLOptions(weights="float32"), tmp_path, Progress.silent().step)
+    options = CoreMLOptions(weights="float32")
+    recipe = recipe_of(decoder.spec, options)
+    result = build(decoder, limits, options, recipe, directory=tmp_path, step=Progress.silent().step)
     # Windows of 8: a chunk of three of them that straddles a ring's end, a small one that does, single tokens.
     splits = [5, 24, 1, 1, 3, *[1] * 10]
     ours = play(MLPackageProgram(tmp_path / result.program.file, result.program), decoder, splits)
@@ -235,7 +241,7 @@ def test_the_missing_converter_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(optional, "version", absent)
     with pytest.raises(MissingPackageError, match=r"no coremltools; .*pip install 'ring-exporter\[coreml\]'"):
-        importlib.reload(coreml)
+        build_module("coreml")
 
 
 def test_positions_beyond_float16_turn_exactly() -> None:

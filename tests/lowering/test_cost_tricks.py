@@ -14,6 +14,7 @@ import torch
 from executorch.backends.xnnpack._passes import XNNPACKPassManager
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 from executorch.exir import to_edge
+from executorch.exir.backend import utils
 from executorch.exir.backend.canonical_partitioners import group_partitioner
 from tiny_models import GLOBAL, SLIDING, decoder_of, model
 from torch.export import export
@@ -22,10 +23,10 @@ from exporter import pipeline
 from exporter.backends.executorch import lower
 from exporter.bundle import read_bundle
 from exporter.config import load_config
-from exporter.programs import METHODS, Limits, trace
+from exporter.programs import Limits, trace
 from exporter.progress import Progress
 from exporter.quantization import quantize
-from exporter.spec import QuantizationSpec
+from exporter.spec import PROGRAMS, QuantizationSpec
 from exporter.tricks import (
     base,
     dependency_bits,
@@ -49,7 +50,7 @@ def written(tmp_path: Path) -> Any:
 
     def data(decoder: Any) -> bytes:
         path = tmp_path / "model.pte"
-        lower({method: trace(decoder, method, LIMITS) for method in METHODS}, path)
+        lower({method: trace(decoder, PROGRAMS[method], LIMITS) for method in PROGRAMS}, path)
         assert list(tmp_path.iterdir()) == [path]
         return path.read_bytes()
 
@@ -154,6 +155,7 @@ def test_bits_say_what_the_sets_said(written: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(dependency_bits, "can_merge", both)
     written(decoder)
     assert {(True, True), (False, False)} == set(answers)
+    assert utils.is_same_node.cache_info().currsize == 0, "a cache keeps the graphs"
 
 
 def test_a_pass_whose_operator_is_there_is_kept() -> None:

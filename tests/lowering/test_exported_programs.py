@@ -14,16 +14,18 @@ from executorch.runtime import Runtime
 
 import runtime_ref
 from exporter import pipeline, runs, verify
-from exporter.backends.executorch import program as pte_program
+from exporter.backends.executorch import build as pte_build
+from exporter.backends.executorch.file import read_pte
 from exporter.backends.executorch.share import share_equal_bytes
+from exporter.backends.executorch.stored import stored_weights
 from exporter.bundle import read_bundle
 from exporter.cache.plain import PlainKernels
 from exporter.config import load_config
 from exporter.errors import RuntimeLimitError, VerificationError
-from exporter.graph import read_pte, stored_weights
 from exporter.model.mlp import gelu_tanh
-from exporter.programs import METHODS, trace
+from exporter.programs import trace
 from exporter.progress import Progress
+from exporter.spec import PROGRAMS
 from runtime_ref.session import Session
 
 FLOAT_BUNDLES = ("tiny_bundle", "slack_bundle", "llama_bundle")
@@ -146,7 +148,7 @@ def test_a_tied_matrix_is_one_place_in_the_file(tiny_bundle: Path) -> None:
 def test_a_mixed_tied_table_is_one_place_in_the_file_part_by_part(mixed_bundle: Path) -> None:
     """The head's int8 rows, its packed rows and their bfloat16 scales; the embedding adds its residual."""
     manifest = read_bundle(mixed_bundle).manifest
-    assert manifest.quantization.head_int8_rows == 100
+    assert manifest.program.options["quantization"]["head_int8_rows"] == 100
     assert "bits a weight read for a token" in manifest.program.weights
     file = read_pte((mixed_bundle / "model.pte").read_bytes())
     named = {(blob.offset, blob.size) for blob in file.named}
@@ -213,15 +215,15 @@ def test_a_program_with_other_weights_is_refused(
     tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Verification fails the export, and nothing is left of it."""
-    original = pte_program.lower
+    original = pte_build.lower
 
     def with_another_norm(programs: object, path: Path) -> None:
         source = pipeline.open_source(load_config(tiny_bundle.with_suffix(".yaml")))
         decoder = pipeline.target_decoder(source, "executorch", Progress.silent())
         decoder.norm.weight.mul_(1.01)
-        original({method: trace(decoder, method, source.limits) for method in METHODS}, path)
+        original({name: trace(decoder, kind, source.limits) for name, kind in PROGRAMS.items()}, path)
 
-    monkeypatch.setattr(pte_program, "lower", with_another_norm)
+    monkeypatch.setattr(pte_build, "lower", with_another_norm)
     with pytest.raises(VerificationError, match="eager"):
         pipeline.export(load_config(tiny_bundle.with_suffix(".yaml")), tmp_path / "out", Progress.silent())
     assert not list(tmp_path.iterdir())

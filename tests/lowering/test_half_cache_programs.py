@@ -18,16 +18,16 @@ from conftest import WINDOW
 from tiny_models import GLOBAL, SLIDING, SPECS, decoder_of, model
 
 import runtime_ref
-from exporter.backends.executorch import program
-from exporter.backends.executorch.cache import ExecutorchKernels
+from exporter.backends.executorch.build import graph_contracts
+from exporter.backends.executorch.checks import check_lowered, runtime_registry
+from exporter.backends.executorch.kernels import ExecutorchKernels
 from exporter.backends.executorch.lower import lower
 from exporter.bundle import read_bundle
 from exporter.cache.interface import Extras, States
-from exporter.graph import check_lowered, runtime_registry
 from exporter.inspection import inspect
 from exporter.model.decoder import Decoder
-from exporter.programs import METHODS, Limits, trace
-from exporter.spec import CheckResult
+from exporter.programs import Limits, trace
+from exporter.spec import PROGRAMS, CheckResult
 
 
 def test_the_bundle_says_what_it_is(half_cache_bundle: Path) -> None:
@@ -40,7 +40,7 @@ def test_the_bundle_says_what_it_is(half_cache_bundle: Path) -> None:
     ]
     for method in manifest.programs[0].methods.values():
         assert [t.dtype for t in method.inputs[2:]] == ["float16"] * 6
-    assert manifest.is_quantized and not manifest.quantization.is_quantized
+    assert manifest.is_quantized and not manifest.program.rounded
 
 
 def test_every_check_holds_on_the_traced_programs_and_on_the_file(half_cache_bundle: Path) -> None:
@@ -57,8 +57,8 @@ class Widening(ExecutorchKernels):
 
 def lowered_checks(decoder: Decoder, path: Path) -> list[CheckResult]:
     limits = Limits(max_context_length=64, max_prefill_chunk=16)
-    lower({method: trace(decoder, method, limits) for method in METHODS}, path)
-    return check_lowered(path.read_bytes(), program.graph_contracts(decoder, limits), runtime_registry()[1])
+    lower({name: trace(decoder, kind, limits) for name, kind in PROGRAMS.items()}, path)
+    return check_lowered(path.read_bytes(), graph_contracts(decoder, limits), runtime_registry()[1])
 
 
 @pytest.mark.parametrize("kernels", [ExecutorchKernels(), Widening()])

@@ -42,7 +42,7 @@ def test_the_bundle_says_what_it_is(int8_cache_bundle: Path) -> None:
         assert list(method.mutates) == [s.name for s in manifest.states]
     assert "llama::custom_quantized_sdpa.out" in manifest.programs[0].operators
     assert "quantized_decomposed::dequantize_per_token.out" not in manifest.programs[0].operators
-    assert manifest.cache.dtype == "int8" and not manifest.quantization.is_quantized
+    assert manifest.cache.dtype == "int8" and manifest.is_quantized and not manifest.program.rounded
 
 
 def test_every_check_holds_on_the_traced_programs_and_on_the_file(int8_cache_bundle: Path) -> None:
@@ -68,9 +68,11 @@ def test_a_bare_file_is_held_to_a_contract_with_int8_layers(int8_cache_bundle: P
 
 def test_a_program_plans_no_copy_of_the_rows(int8_cache_bundle: Path) -> None:
     """Keys or values of one layer in float, of all the context's rows, would be ten times what `main` plans."""
-    (facts,) = inspect(int8_cache_bundle).facts
-    copy, planned = 2 * CONTEXT * 2 * 16 * 4, facts.methods["main"].planned_bytes
-    document = (Path(__file__).parents[2] / "docs" / "int8-cache.md").read_text(encoding="utf-8")
+    (description,) = inspect(int8_cache_bundle).descriptions
+    planned = next(function.planned_bytes for function in description.functions if function.name == "main")
+    copy = 2 * CONTEXT * 2 * 16 * 4
+    assert planned is not None
+    document = (Path(__file__).parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
     assert planned < copy / 10
     assert f"`main` of the tests' tiny Gemma plans {planned:,} bytes" in document
 

@@ -11,11 +11,11 @@ from conftest import WINDOW
 from test_ring_shapes import CONTEXT, SPLITS, Lowered
 from tiny_models import GLOBAL, SLIDING, CacheDType, attention, decoder_of, model, states_of, token_ids
 
+from exporter.backends.executorch.options import AttentionKernels
+from exporter.backends.executorch.runtime import PteProgram
 from exporter.bundle import read_bundle
 from exporter.cache.plain import PlainKernels
 from exporter.inspection import inspect
-from exporter.spec import AttentionKernels
-from runtime_ref.programs.pte import PteProgram
 
 OPERATOR = "llama::custom_quantized_sdpa.out"
 DECODING = "quantized_decomposed::dequantize_per_token.out"

@@ -12,13 +12,13 @@ from tiny_models import GLOBAL, SLIDING, decoder_of, model, states_of
 from torch.export import Dim, export
 
 from exporter.backends.executorch import lower
+from exporter.backends.executorch.file import read_pte
 from exporter.backends.executorch.inputs import quantized_inputs_shared
 from exporter.backends.executorch.means import means_as_products
-from exporter.graph import read_pte
-from exporter.programs import METHODS, Limits, trace
+from exporter.backends.executorch.runtime import PteProgram
+from exporter.programs import Limits, trace
 from exporter.quantization import quantize
-from exporter.spec import QuantizationSpec
-from runtime_ref.programs.pte import PteProgram
+from exporter.spec import PROGRAMS, QuantizationSpec
 
 LIMITS = Limits(max_context_length=64, max_prefill_chunk=32)
 
@@ -72,9 +72,9 @@ def test_linears_of_one_input_round_it_once_to_the_same_bits(monkeypatch: pytest
     for name, context in (("shared", quantized_inputs_shared), ("each", contextlib.nullcontext)):
         monkeypatch.setattr(module, "quantized_inputs_shared", context)
         path = tmp_path / f"{name}.pte"
-        lower({method: trace(decoder, method, LIMITS) for method in METHODS}, path)
+        lower({method: trace(decoder, PROGRAMS[method], LIMITS) for method in PROGRAMS}, path)
         plans = read_pte(path.read_bytes()).plans
-        delegates.append({method: [d.nodes or 0 for d in plans[method].delegates] for method in METHODS})
+        delegates.append({method: [d.nodes or 0 for d in plans[method].delegates] for method in PROGRAMS})
         states = states_of(decoder, rows=64)
         program, ids = PteProgram(path), torch.arange(12)[None]
         logits = [
@@ -93,6 +93,6 @@ def test_linears_of_one_input_round_it_once_to_the_same_bits(monkeypatch: pytest
 
 def test_no_mean_is_left_to_cut_the_file(tmp_path: Path) -> None:
     decoder = decoder_of(model(*[SLIDING] * 3, GLOBAL), kernels="executorch", context=64)
-    lower({method: trace(decoder, method, LIMITS) for method in METHODS}, tmp_path / "model.pte")
+    lower({method: trace(decoder, PROGRAMS[method], LIMITS) for method in PROGRAMS}, tmp_path / "model.pte")
     for plan in read_pte((tmp_path / "model.pte").read_bytes()).plans.values():
         assert "aten::mean.out" not in plan.operators_called()

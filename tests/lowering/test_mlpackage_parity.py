@@ -13,15 +13,17 @@ from typing import Literal
 import pytest
 import torch
 from oracle import oracle_logits
+from recipes import recipe_of
 from tiny_models import SPECS, call, one_thread, randomize, states_of, token_ids  # noqa: F401  (a fixture)
 
-from exporter.backends import coreml
+from exporter.backends.coreml import build as coreml_build
+from exporter.backends.coreml.options import CoreMLOptions
+from exporter.backends.coreml.runtime import MLPackageProgram
 from exporter.cache.plain import PlainKernels
 from exporter.errors import RuntimeLimitError
 from exporter.model.decoder import Decoder
 from exporter.programs import Limits
-from exporter.spec import CachePolicy, CoreMLOptions, state_specs
-from runtime_ref.programs.mlpackage.program import MLPackageProgram
+from exporter.spec import CachePolicy, state_specs
 
 if importlib.util.find_spec("coremltools") is None:
     pytest.skip("coremltools is not installed", allow_module_level=True)
@@ -41,7 +43,9 @@ def build(name: str, weights: Weights, folder: Path) -> tuple[Decoder, MLPackage
     states = state_specs(spec, CachePolicy(), CONTEXT, "static", "float16")
     decoder = randomize(Decoder(spec, states, PlainKernels()))
     limits = Limits(max_context_length=CONTEXT, max_prefill_chunk=CHUNK)
-    built = coreml.build(decoder, limits, CoreMLOptions(weights=weights), folder, silent)
+    options = CoreMLOptions(weights=weights)
+    recipe = recipe_of(spec, options)
+    built = coreml_build.build(decoder, limits, options, recipe, directory=folder, step=silent)
     return decoder, MLPackageProgram(folder / built.program.file, built.program)
 
 

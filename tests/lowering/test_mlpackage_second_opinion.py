@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from runtime_ref.programs.mlpackage import load_functions
+from exporter.backends.coreml.evaluator import load_functions
 
 if importlib.util.find_spec("coremltools") is None:
     pytest.skip("coremltools is not installed", allow_module_level=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,13 +12,16 @@ from oracle import oracle_logits
 from tiny_models import GLOBAL, SLIDING, attention, call, decoder_of, model, one_thread, states_of, token_ids  # noqa: F401
 from torch.fx import Graph
 
-from exporter.backends.executorch import lower
+from exporter.backends.executorch import lower as lowering
+from exporter.backends.executorch.checks import check_lowered, runtime_registry
+from exporter.backends.executorch.lower import lower
+from exporter.backends.executorch.options import AttentionKernels
+from exporter.backends.executorch.runtime import PteProgram
 from exporter.cache.plain import PlainKernels
-from exporter.graph import ProgramContract, check_exported, check_lowered, runtime_registry
+from exporter.graph import ProgramContract, check_exported
 from exporter.model.decoder import Decoder
-from exporter.programs import METHODS, Limits, method_spec, trace
-from exporter.spec import AttentionKernels
-from runtime_ref.programs.pte import PteProgram
+from exporter.programs import Limits, method_spec, trace
+from exporter.spec import PREFILL, PROGRAMS
 
 CONTEXT, CHUNK = 160, 64
 RELATIVE = 6e-6  # of the largest logit: float32 through two layers
@@ -38,8 +40,8 @@ class Lowered:
     def __init__(self, decoder: Decoder, folder: Path, kernels: AttentionKernels) -> None:
         limits = Limits(max_context_length=CONTEXT, max_prefill_chunk=CHUNK)
         self.decoder = decoder
-        programs = {method: trace(decoder, method, limits) for method in METHODS}
-        contracts = [ProgramContract(m, method_spec(decoder, m, limits), decoder.states) for m in METHODS]
+        programs = {name: trace(decoder, kind, limits) for name, kind in PROGRAMS.items()}
+        contracts = [ProgramContract(n, method_spec(decoder, k, limits), decoder.states) for n, k in PROGRAMS.items()]
         results = [r for contract in contracts for r in check_exported(programs[contract.method], contract)]
         self.file = folder / "model.pte"
         lower(programs, self.file)
@@ -110,10 +112,9 @@ def test_a_write_that_lowering_moves_before_a_read_of_int8_rows_fails(
 ) -> None:
     """Any of the four states of a layer. Decoding stands outside the delegates, so that partitioning leaves it in
     order by itself; what keeps it there is the check. A write of what a delegate made of the read cannot be moved."""
-    module = importlib.import_module("exporter.backends.executorch.lower")
     decoder = decoder_of(model(SLIDING), kernels="executorch", dtype="int8", context=CONTEXT)
     limits = Limits(max_context_length=CONTEXT, max_prefill_chunk=CHUNK)
-    original, names, bound = module._order_writes, [], []
+    original, names, bound = lowering._order_writes, [], []
 
     def one_write_early(graph: Graph) -> None:
         original(graph)
@@ -134,15 +135,15 @@ def test_a_write_that_lowering_moves_before_a_read_of_int8_rows_fails(
         for node in sorted(moved, key=position.__getitem__):
             read.prepend(node)
 
-    monkeypatch.setattr(module, "_order_writes", one_write_early)
+    monkeypatch.setattr(lowering, "_order_writes", one_write_early)
     path = tmp_path / "model.pte"
-    lower({"prefill": trace(decoder, "prefill", limits)}, path)
-    contract = ProgramContract("prefill", method_spec(decoder, "prefill", limits), decoder.states)
+    lower({"prefill": trace(decoder, PREFILL, limits)}, path)
+    contract = ProgramContract("prefill", method_spec(decoder, PREFILL, limits), decoder.states)
     failed = [
         result for result in check_lowered(path.read_bytes(), [contract], runtime_registry()[1]) if not result.passed
     ]
     if bound:
         assert index < 2 and not failed
         return
-    assert [result.name for result in failed] == ["prefill_reads_before_write"]
+    assert [result.name for result in failed] == ["ring_reads_before_write"]
     assert len(names) == 1 and f"{names[0]}: " in failed[0].evidence

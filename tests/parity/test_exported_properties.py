@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from oracle import oracle_logits
 from tiny_models import KERNELS, agree, attention, call, decoder_of, model, one_thread, states_of, token_ids  # noqa: F401
 
-from exporter.programs import METHODS, Limits, trace
+from exporter.programs import Limits, trace
+from exporter.spec import PROGRAMS
 
 CONTEXT, CHUNK = 64, 25
 RELATIVE = 6e-6  # of the largest logit: float32 through two layers
@@ -31,7 +32,7 @@ def test_exported_equals_eager_equals_the_oracle(
     spec = model(attention(window, **heads), attention(None, theta=1_000_000.0, **heads))
     decoder = decoder_of(spec, kernels=kernels, slack=slack, context=CONTEXT)
     limits = Limits(max_context_length=CONTEXT, max_prefill_chunk=CHUNK)
-    exported = {method: trace(decoder, method, limits).module() for method in METHODS}
+    exported = {name: trace(decoder, kind, limits).module() for name, kind in PROGRAMS.items()}
     ids = token_ids(sum(splits))
     expected = oracle_logits(spec, dict(decoder.named_parameters()), ids)
     states, twins, offset = states_of(decoder, torch.nan), states_of(decoder, torch.nan), 0

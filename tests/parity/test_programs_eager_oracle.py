@@ -29,8 +29,8 @@ from tiny_models import (
 
 from exporter.graph import ProgramContract, check_exported, refuse_failed
 from exporter.model.decoder import Decoder, parameter_shapes
-from exporter.programs import METHODS, Limits, method_spec, trace
-from exporter.spec import ModelSpec
+from exporter.programs import Limits, method_spec, trace
+from exporter.spec import PROGRAMS, ModelSpec
 
 NAN = float("nan")
 LENGTH = 60
@@ -180,7 +180,7 @@ class Programs:
 
     def __init__(self, spec: ModelSpec, slack: int, dtype: CacheDType, kernels: str) -> None:
         self.kernels, self.decoder = kernels, decoder_of(spec, kernels=kernels, slack=slack, dtype=dtype)
-        self.exported = {method: trace(self.decoder, method, LIMITS) for method in METHODS}
+        self.exported = {name: trace(self.decoder, kind, LIMITS) for name, kind in PROGRAMS.items()}
         self.modules: dict[str, Any] = {method: program.module() for method, program in self.exported.items()}
 
 
@@ -221,8 +221,8 @@ def test_exported_programs_take_any_number_of_global_rows(programs: Programs, ro
 
 
 def test_an_interface_declares_what_the_program_takes(programs: Programs) -> None:
-    for method in METHODS:
-        spec = method_spec(programs.decoder, method, LIMITS)
+    for method in PROGRAMS:
+        spec = method_spec(programs.decoder, PROGRAMS[method], LIMITS)
         assert spec.dims["seq_len"] == ((1, 192) if method == "main" else (2, 192))
         assert spec.dims.get("query_len") == (None if method == "main" else (2, 64))
         states = [state.name for state in programs.decoder.states]
@@ -244,9 +244,9 @@ def test_the_smallest_contexts_and_chunks_can_be_traced(context: int, chunk: int
     decoder, ids = decoder_of(model(SLIDING, GLOBAL), context=context), token_ids(context)
     limits = Limits(max_context_length=context, max_prefill_chunk=chunk)
     expected = oracle_logits(decoder.spec, dict(decoder.named_parameters()), ids)
-    programs = {method: trace(decoder, method, limits) for method in METHODS}
+    programs = {name: trace(decoder, kind, limits) for name, kind in PROGRAMS.items()}
     for method, program in programs.items():  # a Q fixed at 2 equals the number of KV heads here
-        interface = method_spec(decoder, method, limits)
+        interface = method_spec(decoder, PROGRAMS[method], limits)
         contract = ProgramContract(method=method, interface=interface, states=decoder.states)
         refuse_failed(check_exported(program, contract))
     prefill, main = (program.module() for program in programs.values())

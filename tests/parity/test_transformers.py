@@ -5,6 +5,7 @@ The latter are mapped by hand and show what `ModelSpec` can already say.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ import torch
 from tiny_models import KERNELS, kernels_named, one_thread, play, states_of, token_ids  # noqa: F401
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from exporter.families import from_hf
+from exporter.checkpoint import open_checkpoint
+from exporter.config import CheckpointConfig
 from exporter.families.reading import rope_parameters, rope_spec
-from exporter.model.decoder import Decoder
+from exporter.model.decoder import Decoder, parameter_shapes
 from exporter.spec import (
     AttentionSpec,
     CachePolicy,
@@ -130,18 +132,13 @@ def assert_logits_of(model: Any, spec: ModelSpec, state: StateDict) -> None:
         },
     ],
 )
-def test_gemma3_variants(changes: dict[str, Any]) -> None:
+def test_gemma3_variants(tmp_path: Path, changes: dict[str, Any]) -> None:
     base = {"num_hidden_layers": 6, "sliding_window": 8, "query_pre_attn_scalar": 32}
     model = tiny("gemma3_text", **(base | changes))
-    family, spec = from_hf(model.config.to_dict())
-    state: StateDict = {}
-    for key, tensor in model.state_dict().items():
-        target = family.target_from_hf(key, spec)
-        assert target is not None, key
-        state[target.name] = tensor if target.transform is None else target.transform(tensor)
-    if spec.tie_word_embeddings:
-        del state["lm_head.weight"]
-    assert_logits_of(model, spec, state)
+    model.save_pretrained(tmp_path)
+    checkpoint = open_checkpoint(CheckpointConfig(path=tmp_path))
+    state = checkpoint.load_state_dict(parameter_shapes(checkpoint.spec))
+    assert_logits_of(model, checkpoint.spec, state)
 
 
 @pytest.mark.parametrize("picked", [1, 3])

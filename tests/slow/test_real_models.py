@@ -11,8 +11,9 @@ from exporter import pipeline
 from exporter.cache.plain import PlainKernels
 from exporter.config import load_config
 from exporter.english import english_ids
-from exporter.programs import METHODS, Method, ProgramModule, trace
+from exporter.programs import ProgramModule, trace
 from exporter.progress import Progress
+from exporter.spec import PROGRAMS
 from exporter.tokenizer import write_tokenizer
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -32,8 +33,8 @@ def test_exported_programs_equal_eager_on_logits_and_every_state(model: str, ker
     tokenizer = write_tokenizer(source.checkpoint, tmp_path)
     ids = torch.tensor([english_ids(tmp_path / "tokenizer.json", tokenizer, sum(PIECES))])
     assert ids.shape[1] == sum(PIECES)
-    eager = {method: ProgramModule(decoder, method) for method in METHODS}
-    exported = {method: trace(decoder, method, source.limits).module() for method in METHODS}
+    eager = {name: ProgramModule(decoder, kind) for name, kind in PROGRAMS.items()}
+    exported = {name: trace(decoder, kind, source.limits).module() for name, kind in PROGRAMS.items()}
     specs = source.states("executorch")
     states, twins = (
         [torch.zeros(state.shape(2048 if state.kind == "full" else None)) for state in specs] for _ in range(2)
@@ -41,7 +42,7 @@ def test_exported_programs_equal_eager_on_logits_and_every_state(model: str, ker
     seq_len = 0
     for piece in PIECES:
         seq_len += piece
-        method: Method = "main" if piece == 1 else "prefill"
+        method: str = "main" if piece == 1 else "prefill"
         inputs = ids[:, seq_len - piece : seq_len], torch.arange(seq_len)[None]
         with torch.no_grad():
             want, got = eager[method](*inputs, *states), exported[method](*inputs, *twins)

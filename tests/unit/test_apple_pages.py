@@ -10,10 +10,19 @@ from typing import Any
 import pytest
 from tiny_models import attention, model
 
-from exporter.spec import CachePolicy, Manifest, ModelSpec, StateSpec, TokenizerSpec, state_specs
-from exporter.spec.states import STACKED_NAMES
+from exporter.spec import (
+    KINDS,
+    CachePolicy,
+    Manifest,
+    ModelSpec,
+    StateSpec,
+    TokenizerSpec,
+    stack_name,
+    state_specs,
+)
 
 ROOT = Path(__file__).parents[2]
+SCALES = {"key_scales", "value_scales"}  # of int8 caches, which are ExecuTorch's
 
 
 def text(name: str) -> str:
@@ -48,7 +57,7 @@ def test_the_swift_reads_what_a_manifest_has(format: str) -> None:
 
 
 def test_the_swift_names_are_those_of_the_programs() -> None:
-    states = set(STACKED_NAMES.values())
+    states = {stack_name(kind, role) for kind in KINDS.values() for role in kind.roles if role not in SCALES}
     inserted = set(re.findall(r'insert\(&\w+, for: "(\w+)"\)', SWIFT["coreai"]))
     assert inserted == {name for name in states if name != "convInputCache"} | {"logits"}
     assert set(re.findall(r'state\("(\w+)"', SWIFT["coreai"])) == inserted - {"logits"}
@@ -82,67 +91,8 @@ def test_the_shapes_of_gemma_are_those_of_its_states() -> None:
 
 
 def measured() -> dict[str, Any]:
-    rows: dict[str, Any] = json.loads(text("docs/apple-models.json"))["rows"]
+    rows: dict[str, Any] = json.loads(text("docs/results/apple-models.json"))["runs"][0]["rows"]
     return rows
-
-
-def table(page: str, header: str) -> dict[str, list[str]]:
-    """The rows of the table whose header starts so, by their first cell."""
-    lines = page[page.index(header) :].splitlines()
-    rows: dict[str, list[str]] = {}
-    for line in lines[2:]:
-        if not line.startswith("|"):
-            break
-        first, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-        rows[first.strip("`")] = cells
-    return rows
-
-
-def test_the_readme_has_the_measured_numbers() -> None:
-    readme = text("README.md")
-    rows = table(readme, "| Core ML weights |")
-    assert rows
-    for weights, cells in rows.items():
-        own = measured()[f"coreml/{weights}"]
-        name = "transformers, chunks of 1"
-        (c,) = [one for one in own["verify"]["comparisons"] if one["reference"] == name]
-        export = own["export"]
-        assert cells == [
-            f"{c['max_abs_difference']:.2g}",
-            f"{c['argmax_agreement']:.1%}",
-            f"{c['nll']:.4f}",
-            c["greedy_agreement"],
-            f"{export['file_bytes'] / 1e6:.0f}",
-            f"{export['cpu_seconds']:.0f}, {export['peak_bytes'] / 1e6:.0f}",
-        ], weights
-        assert f"| Core ML weights | max logit difference | argmax | NLL (reference {c['reference_nll']:.4f})" in readme
-    for weights, cells in table(readme, "| Core AI weights |").items():
-        own = measured()[f"coreai/{weights}"]
-        name = "transformers, chunks of 512"
-        (c,) = [one for one in own["verify"]["comparisons"] if one["reference"] == name]
-        assert cells[:5] == [
-            f"{c['max_abs_difference']:.2g}",
-            f"{c['argmax_agreement']:.1%}",
-            f"{c['nll']:.4f}",
-            c["greedy_agreement"],
-            f"{own['export']['file_bytes'] / 1e6:.0f}",
-        ], weights
-        assert f"| Core AI weights | max logit difference | argmax | NLL (reference {c['reference_nll']:.4f})" in readme
-        if "convert" in own:
-            cost = own["convert"]
-            assert cells[5] == f"{cost['cpu_seconds']:.0f}, {cost['peak_bytes'] / 1e9:.2f}", weights
-
-
-def test_the_sizes_of_packages_are_the_measured_ones() -> None:
-    rows = table(PAGES["coreml"], "| weights | package | unique weights |")
-    assert rows.keys() == {"float16", "int8", "int4", "palettized4"}
-    found = {weights: row for weights in rows if (row := measured().get(f"coreml/{weights}"))}
-    assert {"float16", "int8"} <= found.keys()
-    for weights, own in found.items():
-        package, unique, *_ = rows[weights]
-        assert package == f"{own['export']['file_bytes'] / 1e6:.1f} MB", weights
-        stored = sum(own["describe"]["weight_bytes"].values())
-        assert unique == f"{stored / 1e6:.1f} MB", weights
 
 
 def test_the_evaluator_decodes_two_tokens_a_second() -> None:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exporter.backends.executorch.cache import batched_attention
+from exporter.backends.executorch.kernels import batched_attention
 from exporter.cache import masks
 from exporter.cache.interface import Extras
 from exporter.cache.plain import attention

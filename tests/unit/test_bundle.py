@@ -28,7 +28,7 @@ def test_round_trip(tmp_path: Path) -> None:
 def test_nothing_remains_of_a_failed_export(tmp_path: Path, failure: BaseException) -> None:
     with pytest.raises(type(failure)), write_bundle(tmp_path / "toy") as writer:
         (writer.path / "model.pte").write_bytes(b"half")
-        assert [p.name for p in tmp_path.iterdir()] == [writer.path.name]  # on the target's own file system
+        assert list(tmp_path.iterdir()) == [writer.path.parent]  # on the target's own file system
         raise failure
     assert list(tmp_path.iterdir()) == []
 
@@ -65,13 +65,13 @@ def test_the_old_bundle_comes_back_when_the_rename_fails(tmp_path: Path, monkeyp
     before = everything(tmp_path)
     rename, calls = __import__("os").rename, []
 
-    def second_fails(source: Path, target: Path) -> None:
+    def third_fails(source: Path, target: Path) -> None:
         calls.append(target)
-        if len(calls) == 2:
+        if len(calls) == 3:  # onto the old bundle, which is refused; the old bundle aside; the new one in its place
             raise OSError(errno.EIO, "I/O error")
         rename(source, target)
 
-    monkeypatch.setattr("exporter.bundle.os.rename", second_fails)
+    monkeypatch.setattr("exporter.staging.os.rename", third_fails)
     with pytest.raises(OSError, match="I/O error"):
         toy_bundle(tmp_path / "toy", toy_manifest(context=64))
     assert everything(tmp_path) == before

@@ -21,6 +21,7 @@ from exporter.cache.interface import Extras
 from exporter.cache.plain import PlainKernels, attention
 from exporter.model.attention import Attention
 from exporter.model.convolution import ShortConv
+from exporter.model.parts import Call
 from exporter.spec import AttentionSpec, ShortConvSpec
 
 TOLERANCE = {"rtol": 0.0, "atol": 2e-6}  # float32 sums of at most a hundred terms of size 1
@@ -73,9 +74,8 @@ class Layer:
 
     def step(self, rows: torch.Tensor) -> torch.Tensor:
         """``[Q, H, D]``: one token goes through decode, more through prefill."""
-        out = self.module(
-            rows[None], None, self.states, offset=self.offset, window=self.window, write_first=len(rows) == 1
-        )
+        call = Call(len(rows), self.offset, write_first=len(rows) == 1, rotary={None: None})
+        out = self.module(rows[None], call, self.states)
         self.offset += len(rows)
         return out[0, :, : self.spec.num_attention_heads * self.spec.head_dim].view(len(rows), -1, self.spec.head_dim)
 
@@ -275,13 +275,15 @@ def test_a_convolutions_state_before_the_first_token_reaches_no_output(
     fill: float, kernel_size: int, splits: list[int]
 ) -> None:
     torch.manual_seed(0)
-    conv = ShortConv(ShortConvSpec(kernel_size=kernel_size, bias=True), 6).requires_grad_(False)
+    spec = ShortConvSpec(kernel_size=kernel_size, bias=True)
+    conv = ShortConv(spec, 6, 1e-6, PlainKernels()).requires_grad_(False)
     rows = random_rows(9, 6)
     outputs, states = [], []
     for value in (0.0, fill):
         state, offset, parts = torch.full((1, kernel_size - 1, 6), value), 0, []
         for chunk in rows.split(splits):
-            parts.append(conv(chunk[None], state, offset)[0])
+            call = Call(len(chunk), offset, write_first=len(chunk) == 1, rotary={None: None})
+            parts.append(conv(chunk[None], call, [state])[0])
             offset += len(chunk)
         outputs.append(torch.cat(parts))
         states.append(state)

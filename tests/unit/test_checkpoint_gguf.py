@@ -36,7 +36,7 @@ def load(path: Path) -> dict[str, torch.Tensor]:
 
 def refused(path: Path, *words: str) -> None:
     with pytest.raises(CheckpointError) as caught, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GGUFCheckpoint, "_read", lambda self, tensor: pytest.fail("a tensor was read"))
+        patch.setattr(GGUFCheckpoint, "_read", lambda *_: pytest.fail("a tensor was read"))
         load(path)
     for word in words:
         assert word in str(caught.value)
@@ -216,6 +216,18 @@ def test_parts_are_joined_once_into_the_cache(package: Path, tmp_path: Path, dec
     assert not declared or path.stat().st_ino == before
     path.write_bytes(b"rotten")
     assert open_checkpoint(config).path.read_bytes() == whole.read_bytes()
+
+
+def test_parts_called_bin_are_the_gguf_they_make(package: Path, tmp_path: Path) -> None:
+    """``part01.bin``, ``part02.bin``: the name of the first is the joined file's, and no pickle's."""
+    whole = (package / "data" / "tiny.gguf").read_bytes()
+    for i, data in enumerate((whole[:1000], whole[1000:]), start=1):
+        (package / "data" / f"part{i:02}.bin").write_bytes(data)
+    files = tuple(f"tiny_weights_for_test:data/part{i:02}.bin" for i in (1, 2))
+    checkpoint = open_checkpoint(CheckpointConfig(package_files=files, cache_dir=tmp_path / "cache"))
+    assert (checkpoint.kind, checkpoint.path.name) == ("gguf", "part01.bin")
+    assert checkpoint.path.read_bytes() == whole
+    assert checkpoint.load_state_dict(parameter_shapes(checkpoint.spec))["norm.weight"].shape == (64,)
 
 
 def test_parts_in_the_wrong_order_are_refused_and_leave_nothing(package: Path, tmp_path: Path) -> None:

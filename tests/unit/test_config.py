@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import yaml
 
+from exporter.backends.executorch.options import ExecutorchOptions
 from exporter.config import CheckpointConfig, load_config, resolve
 from exporter.errors import ConfigError
 from exporter.families import from_hf
-from exporter.spec import PRESETS
+from exporter.spec import PRESETS, QuantizationSpec
 
 ROOT = Path(__file__).parents[2]
 MINIMAL: dict[str, Any] = {"name": "tiny", "checkpoint": {"path": "weights"}}
@@ -33,19 +34,20 @@ def test_defaults_and_paths_relative_to_the_yaml(tmp_path: Path) -> None:
     assert config.max_context_length is None
     assert config.max_prefill_chunk == 512
     assert config.targets == ("executorch",)
-    assert config.quantization.linear == "none"
+    floats = QuantizationSpec(linear="none", embedding="none", head="none")
+    assert config.options("executorch") == ExecutorchOptions(quantization=floats, kernels="ring")
     assert config.cache.ring_slack == 0
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_the_mapping_it_stands_for(tmp_path: Path, name: str) -> None:
-    preset = load_config(write(tmp_path, MINIMAL | {"quantization": name}))
-    assert preset.quantization == PRESETS[name]
-    assert preset.quantization.is_quantized == (name != "none")
+    preset = load_config(write(tmp_path, MINIMAL | {"executorch": {"quantization": name}}))
+    options = preset.options("executorch")
+    assert options == ExecutorchOptions(quantization=PRESETS[name])
     mapping = PRESETS[name].model_dump(mode="json")
-    assert load_config(write(tmp_path, MINIMAL | {"quantization": mapping})) == preset
-    shipped = MINIMAL | {"quantization": {"linear": "int8"}}
-    assert load_config(write(tmp_path, shipped), {"quantization": name}).quantization == PRESETS[name]
+    assert load_config(write(tmp_path, MINIMAL | {"executorch": {"quantization": mapping}})) == preset
+    shipped = write(tmp_path, MINIMAL | {"executorch": {"quantization": {"linear": "int8"}}})
+    assert load_config(shipped, {"executorch.quantization": name}) == preset
 
 
 def test_absolute_paths_stay(tmp_path: Path) -> None:
@@ -63,12 +65,21 @@ def test_an_unknown_key_is_named_with_the_allowed_ones(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("section", "allowed"),
-    [("checkpoint", "package_files"), ("cache", "ring_slack"), ("quantization", "group_size")],
-)
+    [
+        ("checkpoint", "package_files"), ("cache", "ring_slack"), ("executorch", "kernels"), ("coreml", "weights"),
+        ("coreai", "keep_int8"),
+    ],
+)  # fmt: skip
 def test_an_unknown_key_deeper_down(tmp_path: Path, section: str, allowed: str) -> None:
     message = refused(tmp_path, MINIMAL | {section: MINIMAL.get(section, {}) | {"colour": "red"}})
     assert f"'colour' in {section}" in message
     assert allowed in message
+
+
+def test_an_unknown_key_of_a_section_of_a_section(tmp_path: Path) -> None:
+    message = refused(tmp_path, MINIMAL | {"executorch": {"quantization": {"colour": "red"}}})
+    assert "'colour' in executorch.quantization" in message
+    assert "group_size" in message
 
 
 @pytest.mark.parametrize(
@@ -80,12 +91,23 @@ def test_an_unknown_key_deeper_down(tmp_path: Path, section: str, allowed: str) 
         ({"max_context_length": "long"}, ["max_context_length = 'long'", "integer"]),
         ({"targets": []}, ["targets = []", "at least one target"]),
         ({"targets": ["executorch", "executorch"]}, ["each named once"]),
-        ({"targets": ["tflite"]}, ["targets.0 = 'tflite'", "executorch"]),
+        ({"targets": ["tflite"]}, ["targets = ['tflite']", "some of executorch, coreai, coreml, not 'tflite'"]),
         ({"name": "../escape"}, ["name = '../escape'"]),
         ({"cache": {"growth": "triple"}}, ["cache.growth = 'triple'", "double"]),
-        ({"quantization": {"linear": "int3"}}, ["quantization.linear = 'int3'", "int8"]),
-        ({"quantization": "tiny"}, ["quantization = 'tiny'", "one of none, accurate, balanced, small, or a mapping"]),
-        ({"quantization": {"smooth": True}}, ["a quantised linear or head for smooth"]),
+        ({"quantization": "accurate"}, ["'quantization' in the top level", "executorch"]),
+        (
+            {"executorch": {"quantization": {"linear": "int3"}}},
+            ["executorch.quantization = {'linear': 'int3'}", "linear one of none, int4, ", "int8"],
+        ),
+        ({"executorch": {"quantization": {"head": "float16"}}}, ["head one of none, int4, "]),
+        ({"coreml": {"weights": "int3"}}, ["coreml.weights = 'int3'", "one of float16, float32, int4, "]),
+        ({"coreai": {"weights": "none"}}, ["coreai.weights = 'none'", "one of float16, float32, int4, "]),
+        (
+            {"executorch": {"quantization": "tiny"}},
+            ["executorch.quantization = 'tiny'", "one of none, accurate, balanced, small, or a mapping"],
+        ),
+        ({"executorch": {"quantization": {"smooth": True}}}, ["a quantised linear or head for smooth"]),
+        ({"executorch": {"kernels": "fast"}}, ["executorch.kernels = 'fast'", "ring", "stock"]),
         ({"checkpoint": {}}, ["exactly one of path and package_files"]),
         ({"checkpoint": {"path": "a", "package_files": ["b:c"]}}, ["exactly one of path and package_files"]),
         ({"checkpoint": {"package_files": []}}, ["at least one module:relative/path"]),

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("coreai")
 
 from exporter.backends.coreai.bytecode import stored_blobs
-from exporter.backends.coreai.program import Function, Operation, TensorType
+from exporter.backends.coreai.file import Function, Operation, TensorType
 from exporter.backends.coreai.values import Values
 from exporter.backends.coreai.weights import _half
 from exporter.errors import BundleError, MissingPackageError, UnsupportedModelError

@@ -1,6 +1,8 @@
 """Families against Transformers' own reading of the same configs."""
 
 import copy
+import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +11,7 @@ from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Conf
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from exporter.errors import CheckpointError, UnsupportedModelError
-from exporter.families import FAMILIES, from_hf
-from exporter.families import gemma3 as gemma3_family
-from exporter.families import llama as llama_family
+from exporter.families import ARCHITECTURES, MODEL_TYPES, discover, from_hf
 from exporter.model.rope import inverse_frequencies
 from exporter.spec import AttentionSpec, MLPSpec, ModelSpec
 
@@ -97,7 +97,7 @@ def assert_like_transformers(config: dict[str, Any]) -> ModelSpec:
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_defaults_are_those_of_transformers(name: str) -> None:
-    defaults = gemma3_family.DEFAULTS if name == "gemma3_text" else dict(llama_family.VARIANTS[name].defaults)
+    defaults = importlib.import_module(f"exporter.families.{name.removesuffix('_text')}").DEFAULTS
     theirs = CLASSES[name](use_sliding_window=True) if name.startswith("qwen") else CLASSES[name]()
     for key, value in defaults.items():
         if key == "use_sliding_window":
@@ -302,7 +302,42 @@ def test_a_config_that_contradicts_itself_is_refused(config: dict[str, Any], wor
         from_hf(config)
 
 
-def test_no_name_is_claimed_twice() -> None:
-    for attribute in ("model_types", "architectures"):
-        names = [name for family in FAMILIES for name in getattr(family, attribute)]
-        assert len(names) == len(set(names))
+def test_every_module_with_a_family_is_found() -> None:
+    assert list(MODEL_TYPES) == ["gemma3", "gemma3_text", "llama", "mistral", "qwen2", "qwen3"]
+    assert list(ARCHITECTURES) == ["gemma3", "llama", "qwen2", "qwen3"]
+    assert MODEL_TYPES["gemma3"] is MODEL_TYPES["gemma3_text"] is ARCHITECTURES["gemma3"]
+    for name, family in MODEL_TYPES.items():
+        module = importlib.import_module(f"exporter.families.{name.removesuffix('_text')}")
+        assert module.FAMILY is family
+
+
+@pytest.mark.parametrize("claims", [{"model_types": ("a",)}, {"architectures": ("g",)}, {}], ids=str)
+def test_no_two_families_claim_one_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, claims: dict[str, Any]
+) -> None:
+    """A package of two families and a module that is none; the first claims what the second does, or does not."""
+    text = (
+        "from exporter.families.base import Family\n"
+        "FAMILY = Family(model_types={model_types}, from_hf=None, architectures={architectures}, from_gguf=print)\n"
+    )
+    package = tmp_path / f"families_that_claim_{'_'.join(claims) or 'nothing_twice'}"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "shared.py").touch()
+    (package / "zebra.py").write_text(text.format(model_types=("a",), architectures=("g",)))
+    own = {"model_types": ("z", "b"), "architectures": ("h",)} | claims
+    (package / "ant.py").write_text(text.format(**own))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module(package.name)
+    if claims:
+        with pytest.raises(AssertionError, match="is claimed by zebra and by another family"):
+            discover(module)
+        return
+    model_types, architectures = discover(module)
+    assert (list(model_types), list(architectures)) == (["a", "b", "z"], ["g", "h"])
+    assert model_types["b"] is model_types["z"] is architectures["h"]
+
+
+def test_an_unknown_model_type_is_told_the_known_ones() -> None:
+    with pytest.raises(UnsupportedModelError, match="one of gemma3, gemma3_text, llama, mistral, qwen2, qwen3"):
+        from_hf({"model_type": "mamba"})

@@ -9,12 +9,11 @@ from test_families import GEMMA, LLAMA, LLAMA3, mixers, spec_of
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from exporter.errors import UnsupportedModelError
+from exporter.errors import CheckpointError, UnsupportedModelError
 from exporter.families import from_gguf
-from exporter.families.llama import unpermute
-from exporter.families.reading import short_decimal
+from exporter.families.gguf import short_decimal
 from exporter.model.rope import inverse_frequencies
-from exporter.spec import ModelSpec
+from exporter.spec import MLPSpec, ModelSpec
 
 GGUF_GEMMA: dict[str, Any] = {
     "general.architecture": "gemma3",
@@ -93,7 +92,16 @@ def test_llama3_scaling_is_recovered_from_rope_freqs() -> None:
     [
         ({"general.architecture": "mamba"}, "mamba"),
         (GGUF_LLAMA | {"llama.expert_count": 8}, "expert_count"),
-        (GGUF_LLAMA | {"llama.attention.head_count_kv": [2, 4]}, "differs from layer to layer"),
+        (
+            GGUF_LLAMA | {"llama.embedding_length": [64, 32]},
+            r"llama\.embedding_length that differs from layer to layer",
+        ),
+        (GGUF_LLAMA | {"llama.attention.key_length": [16, 8]}, r"llama\.attention\.key_length that differs"),
+        (GGUF_LLAMA | {"llama.rope.freq_base": [1e4, 1e6]}, r"llama\.rope\.freq_base that differs"),
+        (
+            GGUF_GEMMA | {"gemma3.attention.sliding_window": [8] * 7 + [4]},
+            r"gemma3\.attention\.sliding_window that differs",
+        ),
         (GGUF_LLAMA | {"llama.rope.scaling.type": "yarn"}, "yarn"),
     ],
 )
@@ -103,18 +111,60 @@ def test_gguf_arithmetic_that_is_unknown_is_refused(metadata: dict[str, Any], wo
 
 
 def test_equal_values_a_layer_count_as_one() -> None:
-    assert gguf_spec(GGUF_LLAMA | {"llama.attention.head_count_kv": [2, 2]}) == gguf_spec(GGUF_LLAMA)
+    for key, value in (("attention.head_count_kv", 2), ("embedding_length", 64), ("rope.freq_base", 500000.0)):
+        assert gguf_spec(GGUF_LLAMA | {f"llama.{key}": [value, value]}) == gguf_spec(GGUF_LLAMA)
+
+
+def test_layers_have_their_own_numbers() -> None:
+    """Heads, KV heads and MLP of each layer from arrays; what is one number for all stays so."""
+    arrays = {"attention.head_count": [4, 8], "attention.head_count_kv": [4, 2], "feed_forward_length": [96, 32]}
+    spec = gguf_spec(GGUF_LLAMA | {"llama.attention.key_length": 16} | {f"llama.{k}": v for k, v in arrays.items()})
+    first, second = mixers(spec)
+    assert (first.num_attention_heads, first.num_key_value_heads, first.head_dim) == (4, 4, 16)
+    assert (second.num_attention_heads, second.num_key_value_heads, second.head_dim) == (8, 2, 16)
+    assert [
+        layer.feed_forward.intermediate_size for layer in spec.layers if isinstance(layer.feed_forward, MLPSpec)
+    ] == [
+        96,
+        32,
+    ]
+    silent = GGUF_LLAMA | {"llama.attention.head_count": [4, 8], "llama.attention.head_count_kv": 4}
+    assert [mixer.head_dim for mixer in mixers(gguf_spec(silent))] == [16, 16]  # 64 / 4, the first layer's
+    gemma = GGUF_GEMMA | {
+        "gemma3.attention.sliding_window_pattern": [False, True] * 4,
+        "gemma3.attention.head_count_kv": [1, 2, 2, 2, 4, 1, 1, 1],
+        "gemma3.feed_forward_length": [96] * 7 + [32],
+    }
+    layers = gguf_spec(gemma).layers
+    assert [mixer.window for mixer in mixers(gguf_spec(gemma))] == [None, 8] * 4
+    assert [mixer.num_key_value_heads for mixer in mixers(gguf_spec(gemma))] == [1, 2, 2, 2, 4, 1, 1, 1]
+    assert [layer.feed_forward.intermediate_size for layer in layers if isinstance(layer.feed_forward, MLPSpec)] == (
+        [96] * 7 + [32]
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("attention.head_count_kv", [2, 2, 2], ["llama.attention.head_count_kv with 3 values", "each of 2 layers"]),
+        ("attention.head_count_kv", [2, 0], ["llama.attention.head_count_kv = 0", "positive"]),
+        ("feed_forward_length", [96, True], ["llama.feed_forward_length = True"]),
+        ("attention.head_count", [4, 3], ["num_attention_heads 3 is no multiple"]),
+    ],
+)
+def test_arrays_that_contradict_themselves_are_refused(key: str, value: Any, words: list[str]) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        gguf_spec(GGUF_LLAMA | {f"llama.{key}": value})
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_pattern_that_does_not_name_every_layer_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"sliding_window_pattern with 7 values.*each of 8 layers"):
+        gguf_spec(GGUF_GEMMA | {"gemma3.attention.sliding_window_pattern": [True] * 7})
 
 
 @pytest.mark.parametrize("value", [1e-06, 1e-05, 1e-12, 0.1, 10000.0, 3.14159])
 def test_float32_comes_back_as_it_was_written(value: float) -> None:
     stored = torch.tensor(value, dtype=torch.float32).item()
     assert short_decimal(stored) == value
-
-
-def test_unpermute_moves_pairs_into_halves() -> None:
-    """Two heads of 4 rows: the pairs (0, 1), (2, 3) of each head become its halves."""
-    rows = torch.arange(8.0)
-    assert unpermute(rows, 2).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
-    matrix = rows[:, None].expand(8, 3)
-    assert unpermute(matrix, 2).tolist() == [[r] * 3 for r in (0, 2, 1, 3, 4, 6, 5, 7)]

@@ -16,7 +16,7 @@ from exporter.bundle import Bundle
 from exporter.errors import BundleError, ConfigError, RuntimeLimitError
 from exporter.spec import Manifest
 from runtime_ref.generate import Generation
-from runtime_ref.programs.eager import EagerProgram
+from runtime_ref.programs import EagerProgram
 from runtime_ref.sampling import Sampler
 from runtime_ref.session import Session
 from runtime_ref.tokenizer import TextStream, Tokenizer
@@ -43,7 +43,7 @@ def reciting(manifest: Manifest, ids: list[int]) -> Session:
     def step(*_: Tensor) -> Tensor:
         return torch.nn.functional.one_hot(torch.tensor([next(script)]), VOCAB).float()
 
-    return Session(manifest, EagerProgram(prefill=step, main=step))
+    return Session(manifest, EagerProgram({"prefill": step, "main": step}))
 
 
 def run(session: Session, tokenizer: Tokenizer, count: int = 64) -> tuple[Generation, list[str]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -9,8 +11,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tiny_models import one_thread  # noqa: F401
 
-from exporter.quantization import gptq, grids
-from exporter.quantization.gptq import DAMP, SEARCH_STEPS, Gptq
+from exporter.grids import grid
+from exporter.grids.int4 import GPTQ_SEARCH_STEPS, int4_per_group
+from exporter.grids.int8 import int8_per_row
+from exporter.quantization import gptq
+from exporter.quantization.gptq import DAMP, Gptq
 
 
 def correlated(tokens: int, channels: int, seed: int = 0) -> torch.Tensor:
@@ -23,6 +28,22 @@ def correlated(tokens: int, channels: int, seed: int = 0) -> torch.Tensor:
 
 def weight_of(rows: int, columns: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+
+
+def int8(moments: Sequence[torch.Tensor], weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales ``[N]`` by GPTQ."""
+    stored = Gptq(moments).store(weight, grid("int8").spec(group_size=32, scales="float32", gptq=True))
+    assert stored.scales is not None and stored.zero_points is None
+    return stored.codes, stored.scales[:, 0]
+
+
+def int4(
+    moments: Sequence[torch.Tensor], weight: torch.Tensor, group_size: int = 32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales ``[N, g]`` by GPTQ."""
+    stored = Gptq(moments).store(weight, grid("int4").spec(group_size=group_size, scales="bfloat16", gptq=True))
+    assert stored.scales is not None and stored.zero_points is None
+    return stored.codes, stored.scales
 
 
 def by_definition(weight: np.ndarray, moments: np.ndarray, group_size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -88,7 +109,7 @@ def conditional_costs(inverse: np.ndarray, start: int, count: int) -> np.ndarray
 def cheapest(group: np.ndarray, costs: np.ndarray) -> np.float32:
     largest = np.float32(np.abs(group).max())
     best: tuple[float, np.float32] = (np.inf, np.float32(0))
-    for divisor in np.linspace(5.9, 8.9, SEARCH_STEPS):
+    for divisor in np.linspace(5.9, 8.9, GPTQ_SEARCH_STEPS):
         scale = np.float32(torch.tensor(largest / np.float32(divisor)).bfloat16().float().item())
         codes = np.clip(np.round(group / np.float64(scale)), -8, 7)
         best = min(best, (float(costs @ (codes * scale - group) ** 2), scale))
@@ -99,7 +120,7 @@ def cheapest(group: np.ndarray, costs: np.ndarray) -> np.float32:
 def test_codes_and_scales_are_those_of_the_definition(group_size: int) -> None:
     inputs, weight = correlated(300, 128), weight_of(7, 128)
     moments = inputs.T @ inputs / len(inputs)
-    codes, scales = Gptq([moments], group_size).int4(weight)
+    codes, scales = int4([moments], weight, group_size)
     want, want_scales = by_definition(weight.numpy(), moments.numpy(), group_size)
     assert codes.dtype == torch.int8 and scales.dtype == torch.float32
     assert np.array_equal(scales.numpy(), want_scales)
@@ -111,7 +132,7 @@ def test_codes_and_scales_are_those_of_the_definition(group_size: int) -> None:
 def test_int8_codes_are_those_of_the_definition(channels: int) -> None:
     inputs, weight = correlated(300, channels), weight_of(7, channels)
     moments = inputs.T @ inputs / len(inputs)
-    codes, scales = Gptq([moments], 32).int8(weight)
+    codes, scales = int8([moments], weight)
     want, want_scales = int8_by_definition(weight.numpy(), moments.numpy())
     assert codes.dtype == torch.int8 and scales.dtype == torch.float32
     assert np.array_equal(scales.numpy(), want_scales)
@@ -123,11 +144,11 @@ def test_a_stretch_of_columns_makes_up_for_its_own_errors_only() -> None:
     sizes = (96, 64)
     parts, weights = inputs.split(sizes, 1), weight.split(sizes, 1)
     moments = [part.T @ part / len(part) for part in parts]
-    codes, scales = Gptq(moments, 32).int4(weight)
+    codes, scales = int4(moments, weight)
     pairs = [by_definition(w.numpy(), m.numpy(), 32) for w, m in zip(weights, moments, strict=True)]
     assert np.array_equal(codes.numpy(), np.concatenate([own for own, _ in pairs], 1))
     assert np.array_equal(scales.numpy(), np.concatenate([own for _, own in pairs], 1))
-    codes, scales = Gptq(moments, 32).int8(weight)
+    codes, scales = int8(moments, weight)
     row_scales = weight.abs().amax(1).numpy() / np.float32(127)  # of the whole row
     wholes = [int8_by_definition(w.numpy(), m.numpy(), row_scales)[0] for w, m in zip(weights, moments, strict=True)]
     assert np.array_equal(codes.numpy(), np.concatenate(wholes, 1)) and np.array_equal(scales.numpy(), row_scales)
@@ -153,17 +174,16 @@ def test_the_error_on_the_inputs_is_far_below_that_of_rounding_to_the_nearest() 
         return float((inputs @ (rounded - weight).T).square().mean())
 
     moments = inputs.T @ inputs / len(inputs)
-    rounding = Gptq([moments], 32)
-    assert error(rounding.int4(weight)) < 0.5 * error(grids.int4_per_group(weight, 32))
-    assert error(rounding.int8(weight)) < 0.6 * error(grids.int8_per_row(weight))
+    assert error(int4([moments], weight)) < 0.5 * error(int4_per_group(weight, 32))
+    assert error(int8([moments], weight)) < 0.6 * error(int8_per_row(weight))
 
 
 def test_rows_do_not_depend_on_the_block_they_are_in(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, weight = correlated(300, 64), weight_of(11, 64)
     moments = inputs.T @ inputs
-    whole = *Gptq([moments], 32).int4(weight), *Gptq([moments], 32).int8(weight)
+    whole = *int4([moments], weight), *int8([moments], weight)
     monkeypatch.setattr(gptq, "ROWS_AT_A_TIME", 4)
-    parts = *Gptq([moments], 32).int4(weight), *Gptq([moments], 32).int8(weight)
+    parts = *int4([moments], weight), *int8([moments], weight)
     assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
 
 
@@ -172,15 +192,15 @@ def test_channels_that_are_never_used_and_rows_of_zeros() -> None:
     inputs[:, 10:20] = 0
     weight = weight_of(5, 64)
     weight[2] = 0
-    for rounding in (Gptq([inputs.T @ inputs], 32), Gptq([torch.zeros(64, 64)], 32)):
-        for codes, scales in (rounding.int4(weight), rounding.int8(weight)):
+    for moments in (inputs.T @ inputs, torch.zeros(64, 64)):
+        for codes, scales in (int4([moments], weight), int8([moments], weight)):
             assert torch.isfinite(scales).all() and (scales > 0).all()
             assert not codes[2].any() and codes[3].any()
 
 
 def test_of_inputs_that_do_not_depend_on_each_other_it_is_the_nearest_code() -> None:
     weight = weight_of(6, 64)
-    codes, scales = Gptq([torch.eye(64)], 32).int4(weight)
+    codes, scales = int4([torch.eye(64)], weight)
     nearest = (weight.view(6, 2, 32) / scales[..., None]).round().clamp(-8, 7)
     assert torch.equal(codes.view(6, 2, 32).float(), nearest)
-    assert torch.equal(Gptq([torch.eye(64)], 32).int8(weight)[0], grids.int8_per_row(weight)[0])
+    assert torch.equal(int8([torch.eye(64)], weight)[0], int8_per_row(weight)[0])

@@ -8,9 +8,10 @@ import torch
 from tiny_models import GLOBAL, SLIDING, decoder_of, model
 from torch.export import Dim, ExportedProgram, export
 
-from exporter.backends.executorch import ExecutorchKernels
+from exporter.backends.executorch.kernels import ExecutorchKernels
 from exporter.index_arithmetic import merge_index_arithmetic
 from exporter.programs import Limits, trace
+from exporter.spec import PREFILL
 
 
 class TwoMasks(torch.nn.Module):
@@ -55,7 +56,7 @@ def test_the_merged_program_says_the_same() -> None:
 def test_a_model_builds_one_mask_for_all_its_sliding_layers() -> None:
     decoder = decoder_of(model(*[SLIDING] * 4, GLOBAL), kernels="executorch", context=64)
     assert isinstance(decoder.layers[0].mixer.kernels, ExecutorchKernels)
-    own = trace(decoder, "prefill", Limits(max_context_length=64, max_prefill_chunk=32))
+    own = trace(decoder, PREFILL, Limits(max_context_length=64, max_prefill_chunk=32))
     counts = operators(own)
     assert counts["aten.logical_and.default"] == 2  # one mask: age below 0, age of the window, never written
     assert counts["aten.div.Tensor_mode"] == 1  # one set of slots

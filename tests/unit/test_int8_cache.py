@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import int8_rows
+from recipes import recipe_of
 from tiny_models import (
     CONV,
     GLOBAL,
@@ -29,7 +30,7 @@ from toy import toy_manifest
 
 from exporter import runs, verify
 from exporter.cache.storage import quantize_rows
-from exporter.config import CheckpointConfig, ExportConfig
+from exporter.config import CONFIG, CheckpointConfig
 from exporter.errors import BundleError, VerificationError
 from exporter.plan import growths, model_states
 from exporter.spec import CachePolicy, Comparison, ModelSpec, QuantizationSpec, state_specs
@@ -119,7 +120,7 @@ def logits_of(spec: ModelSpec, dtype: CacheDType, kernels: str, splits: list[int
 @pytest.mark.parametrize("name", ERRORS)
 def test_the_error_is_the_measured_one_past_three_turns_of_the_ring(name: str, kernels: str) -> None:
     got, want = (logits_of(SPECS[name], dtype, kernels, [1] * 60) for dtype in ("int8", "float32"))
-    differences = verify.Differences("float")
+    differences = verify.Differences("float", "executorch")
     for row, other in zip(got[24:], want[24:], strict=True):
         differences.add(row, other)
     seen, size = differences.comparison(), float(want.abs().max())
@@ -202,14 +203,15 @@ def test_a_manifest_over_float_caches_is_the_same_model(dtypes: tuple[CacheDType
     assert floats.states == session_of(dtype="float32").manifest.states and floats.cache.ring_slack == 3
     assert floats.with_float_caches() == floats
     assert manifest.is_quantized and not floats.is_quantized
-    weights = floats.model_copy(update={"quantization": QuantizationSpec(linear="int8")})
-    assert weights.is_quantized
+    recipe = recipe_of(manifest.model, QuantizationSpec(linear="int8"))
+    rounded = floats.program.model_copy(update={"recipe": recipe})
+    assert floats.model_copy(update={"programs": (rounded,)}).is_quantized
 
 
 def test_a_program_over_an_int8_cache_is_judged_by_its_distribution() -> None:
     manifest = session_of().manifest
     far = Comparison(
-        reference=verify.EAGER, positions=1, max_abs_difference=9.0, mean_abs_difference=1.0,
+        format="executorch", reference=verify.EAGER, positions=1, max_abs_difference=9.0, mean_abs_difference=1.0,
         mean_kl_divergence=1.0, argmax_agreement=0.5,
     )  # fmt: skip
     near = far.model_copy(update={"reference": verify.FLOAT, "mean_kl_divergence": 0.03})
@@ -223,10 +225,10 @@ def test_a_program_over_an_int8_cache_is_judged_by_its_distribution() -> None:
 def test_a_bundle_is_not_compared_with_another_kind_of_cache() -> None:
     manifest = session_of().manifest
     checkpoint = CheckpointConfig(path=Path("toy"))
-    same = ExportConfig(name="toy", checkpoint=checkpoint, cache=CachePolicy(dtype="int8"))
+    same = CONFIG(name="toy", checkpoint=checkpoint, cache=CachePolicy(dtype="int8"))
     verify.check_same_source(manifest, manifest.source, same)
     with pytest.raises(BundleError, match=r"cache.dtype float32 in the config; expected int8"):
-        verify.check_same_source(manifest, manifest.source, ExportConfig(name="toy", checkpoint=checkpoint))
+        verify.check_same_source(manifest, manifest.source, CONFIG(name="toy", checkpoint=checkpoint))
     mixed = same.model_copy(update={"cache": CachePolicy(dtype="float16", global_dtype="int8")})
     with pytest.raises(BundleError, match=r"cache.dtype float16 \(global layers int8\) in the config; expected int8"):
         verify.check_same_source(manifest, manifest.source, mixed)

@@ -1,4 +1,4 @@
-"""``llama::custom_quantized_sdpa`` by the kernels of `runtime_ref/kernels` and by ExecuTorch's."""
+"""``llama::custom_quantized_sdpa`` by the kernels of `native/` and by ExecuTorch's."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from test_ring_kernels import (
 from torch import Tensor
 from torch.export import Dim, export
 
-from runtime_ref.programs import pte
-from runtime_ref.programs.ring_kernels import use_ring_kernels
+from exporter.backends.executorch import runtime as pte
+from exporter.backends.executorch.ring_kernels import use_ring_kernels
 
 pte.prepare()
 STOCK_BOUND = 1e-5  # ExecuTorch's kernel adds up all rows in one go; 4.1e-6 was seen

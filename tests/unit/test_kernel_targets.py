@@ -1,4 +1,4 @@
-"""The kernels of `runtime_ref/kernels` compiled for processors other than this one, without ExecuTorch: for older x86,
+"""The kernels of `native/` compiled for processors other than this one, without ExecuTorch: for older x86,
 which it runs, and for ARM, in an emulator where it is none."""
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from test_ring_kernels import SCALE, assert_attends, assert_is, assert_weighs, d
 from test_ring_kernels import multiplies_in_bfloat16 as in_bfloat16
 from torch import Tensor
 
-from runtime_ref.programs import ring_kernels
-from runtime_ref.programs.ring_kernels import NATIVE, SOURCES
+from exporter.backends.executorch import ring_kernels
+from exporter.backends.executorch.ring_kernels import NATIVE, SOURCES
 
 DRIVERS = Path(__file__).resolve().parents[1] / "native"
 X86 = (

@@ -6,13 +6,14 @@ import weakref
 
 import pytest
 import torch
+from recipes import quantize_by
 from tiny_models import SPECS, decoder_of, one_thread, token_ids  # noqa: F401
 from toy import toy_manifest
 
 from exporter.cache.plain import PlainKernels
 from exporter.errors import CheckpointError
 from exporter.model.decoder import Decoder
-from exporter.quantization import QuantizedLinear, calibration, gptq, quantize
+from exporter.quantization import QuantizedLinear, calibration, gptq
 from exporter.quantization.modules import floats_held
 from exporter.runs import Calls, eager_session, run, run_by_layers
 from exporter.spec import PRESETS, CachePolicy, Manifest, QuantizationSpec, state_specs
@@ -64,7 +65,7 @@ def test_quantising_while_reading_gives_the_same_model(name: str, rules: str) ->
     whole = decoder_of(SPECS[name])
     decoder, read = unread(decoder_of(SPECS[name]))
     for one, *reader in ((whole,), (decoder, read)):
-        quantize(one, QUANTIZATIONS[rules], IDS, *reader)
+        quantize_by(QUANTIZATIONS[rules], one, IDS, *reader)
     again = [] if whole.spec.tie_word_embeddings or rules == "plain" else ["embed_tokens.weight"]
     assert sorted(read.names) == sorted([*set(read.names), *again]), "nothing else is read twice"
     assert not any(parameter.is_meta for parameter in decoder.parameters())
@@ -96,15 +97,15 @@ def test_what_a_layer_was_read_and_observed_for_is_gone_before_the_next_is_read(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibration.Inputs, "none_yet", classmethod(none_yet))
-        quantize(decoder, PRESETS["accurate"], IDS, watched)
+        quantize_by(PRESETS["accurate"], decoder, IDS, watched)
     assert len(alive) == 7 * len(decoder.layers) and len(inputs) == 4 * len(decoder.layers) + 1
 
 
 def test_stretches_of_columns_change_what_is_rounded_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, cut = decoder_of(SPECS["gemma"]), decoder_of(SPECS["gemma"])
-    quantize(whole, PRESETS["small"], IDS)
+    quantize_by(PRESETS["small"], whole, IDS)
     monkeypatch.setattr(gptq, "COLUMNS_TOGETHER", 32)
-    quantize(cut, PRESETS["small"], IDS)
+    quantize_by(PRESETS["small"], cut, IDS)
     ours, theirs = cut.state_dict(), whole.state_dict()
     linears = [name for name, module in whole.named_modules() if isinstance(module, QuantizedLinear)]
     wide = [name for name in linears if whole.get_submodule(name).weight.shape[1] > 32]
@@ -123,7 +124,7 @@ def test_a_model_that_makes_no_numbers_is_refused(preset: str, name: str) -> Non
     decoder.get_parameter(name).data.view(-1)[3] = torch.nan
     where = "layers.1.mixer.o_proj" if "layers" in name else "lm_head"
     with pytest.raises(CheckpointError, match=f"the input of {where} when"):
-        quantize(decoder, PRESETS[preset], IDS)
+        quantize_by(PRESETS[preset], decoder, IDS)
 
 
 def manifest_of(decoder: Decoder) -> Manifest:
@@ -149,7 +150,7 @@ def test_layer_by_layer_says_what_a_session_says(name: str) -> None:
 
 def test_a_quantised_model_that_is_all_read_stays_as_it_is() -> None:
     decoder = decoder_of(SPECS["gemma"], initial_rows=64)
-    quantize(decoder, QUANTIZATIONS["accurate"], IDS)
+    quantize_by(QUANTIZATIONS["accurate"], decoder, IDS)
     before = {name: tensor.clone() for name, tensor in decoder.state_dict().items()}
     manifest = manifest_of(decoder)
     got, expected = run_by_layers(manifest, decoder, CALLS), run(eager_session(manifest, decoder), CALLS)
@@ -161,7 +162,7 @@ def test_a_quantised_model_that_is_all_read_stays_as_it_is() -> None:
 
 def test_weights_are_let_go_though_something_refers_to_them() -> None:
     decoder = decoder_of(SPECS["gemma"])
-    quantize(decoder, QUANTIZATIONS["accurate"], IDS)
+    quantize_by(QUANTIZATIONS["accurate"], decoder, IDS)
     kept = list(decoder.with_kernels(PlainKernels()).buffers())
     assert sum(tensor.untyped_storage().nbytes() for tensor in kept) > 0
     decoder.let_go()
@@ -170,7 +171,7 @@ def test_weights_are_let_go_though_something_refers_to_them() -> None:
 
 def test_floats_are_made_once_and_let_go() -> None:
     decoder = decoder_of(SPECS["gemma"])
-    quantize(decoder, QUANTIZATIONS["plain"])
+    quantize_by(QUANTIZATIONS["plain"], decoder)
     linear = decoder.layers[0].feed_forward.up_proj
     assert isinstance(linear, QuantizedLinear)
     x = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(0))

@@ -9,13 +9,14 @@ import torch
 from tiny_models import CONV, SLIDING, SPECS, decoder_of, model, play, states_of, token_ids
 from toy import toy_bundle, toy_manifest
 
+from exporter.backends import formats, traits
 from exporter.bundle import read_bundle
 from exporter.config import load_config
 from exporter.errors import BundleError, ConfigError
 from exporter.model.decoder import Decoder
 from exporter.plan import layer_states, plan_context
 from exporter.programs import Limits, interface
-from exporter.spec import LAYOUTS, CachePolicy, Manifest, state_specs
+from exporter.spec import PREFILL, CachePolicy, Layout, Manifest, state_specs
 from runtime_ref.programs import choose
 from runtime_ref.state import State
 
@@ -25,7 +26,7 @@ SPLITS = [1, 2, 30, 1, 1, 17, 1, 5, 1, 1]
 UNLIKE = {"two windows", "short convolution"}  # within one kind
 
 
-@pytest.mark.parametrize("name", SPECS.keys() - UNLIKE)
+@pytest.mark.parametrize("name", [name for name in SPECS if name not in UNLIKE])
 def test_a_decoder_over_stacked_states_is_the_decoder(name: str) -> None:
     """Logits and rows to the bit, over chunks longer than the windows and over many turns of the rings."""
     plain = decoder_of(SPECS[name], context=CONTEXT, slack=3)
@@ -70,13 +71,13 @@ def test_static_states_have_all_their_rows_from_the_start() -> None:
     assert {(s.kind, s.rows, s.dtype, s.grows) for s in found} == {
         ("ring", 11, "float16", False), ("full", 96, "float16", False)
     }  # fmt: skip
-    method = interface(found, 64, "prefill", Limits(max_context_length=CONTEXT, max_prefill_chunk=20), "int32")
+    method = interface(found, 64, PREFILL, Limits(max_context_length=CONTEXT, max_prefill_chunk=20), "int32")
     assert method.dims == {"seq_len": (2, 96), "query_len": (2, 20)}
     assert {t.dtype for t in method.inputs[:2]} == {"int32"}
 
 
 @pytest.mark.parametrize("layout", ["stacked", "static"])
-def test_every_layout_is_accounted_for_byte_by_byte(layout: str) -> None:
+def test_every_layout_is_accounted_for_byte_by_byte(layout: Layout) -> None:
     """State of the runtime against the plan, which knows layers only."""
     manifest = laid_out(layout)
     state = State(manifest)
@@ -84,15 +85,15 @@ def test_every_layout_is_accounted_for_byte_by_byte(layout: str) -> None:
     plan = plan_context(layer_states(manifest.states), CONTEXT)
     assert sum(tensor.nbytes for tensor in state.tensors) == plan.total
     assert {k.kind: (k.layers, k.allocated_bytes) for k in state.memory()} == {
-        "sliding": (2, plan.sliding), "global": (1, plan.global_)
+        "sliding": (2, plan.kinds["sliding"]), "global": (1, plan.kinds["global"])
     }  # fmt: skip
 
 
-def laid_out(layout: str) -> Manifest:
+def laid_out(layout: Layout) -> Manifest:
     manifest = toy_manifest(("ring", "full", "ring"), context=CONTEXT)
-    format = next(format for format, own in LAYOUTS.items() if own == layout)
-    states = state_specs(manifest.model, manifest.cache, CONTEXT, LAYOUTS[format])
-    program = manifest.program.model_copy(update={"format": format, "states": states})
+    format = next(name for name in formats() if traits(name).layout == layout)
+    states = state_specs(manifest.model, manifest.cache, CONTEXT, layout)
+    program = manifest.program.model_copy(update={"format": format, "layout": layout, "states": states})
     return manifest.model_copy(update={"programs": (program,)})
 
 

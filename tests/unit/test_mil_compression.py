@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from runtime_ref.programs.mlpackage.dtypes import BY_NAME, decode, storage_bytes
-from runtime_ref.programs.mlpackage.operators import CONSTEXPR, OPERATORS, compression
+from exporter.backends.coreml.evaluator.dtypes import BY_NAME, decode, storage_bytes
+from exporter.backends.coreml.evaluator.operators import CONSTEXPR, OPERATORS, compression
 
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 from mil_package import Blob, Builder, Text, Typed, one_operator
 
+from exporter.backends.coreml import evaluator as mlpackage
+from exporter.backends.coreml.evaluator import load_functions
 from exporter.errors import BundleError, MissingPackageError, RuntimeLimitError
-from runtime_ref.programs import mlpackage
-from runtime_ref.programs.mlpackage import load_functions
 
 if importlib.util.find_spec("coremltools") is None:  # importing it would take seconds
     pytest.skip("coremltools is not installed", allow_module_level=True)
@@ -319,7 +319,7 @@ def test_nothing_of_the_converter_takes_part() -> None:
 
 def test_running_a_package_imports_no_coremltools(package: Path) -> None:
     script = (
-        "import sys, torch; from pathlib import Path; from runtime_ref.programs.mlpackage import load_functions;"
+        "import sys, torch; from pathlib import Path; from exporter.backends.coreml.evaluator import load_functions;"
         f"f = load_functions(Path({str(package)!r}))['main'];"
         "print(f.run({'x': torch.ones(1, 4).half()}, {})['y'].tolist());"
         "print([m for m in sys.modules if m.split('.')[0] == 'coremltools'])"
@@ -329,7 +329,7 @@ def test_running_a_package_imports_no_coremltools(package: Path) -> None:
 
 
 def test_a_python_without_coremltools_is_told_what_to_install(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from runtime_ref.programs.mlpackage import protobuf
+    from exporter.backends.coreml.evaluator import protobuf
 
     protobuf.messages.cache_clear()
     monkeypatch.setattr(protobuf.importlib.util, "find_spec", lambda name: None)

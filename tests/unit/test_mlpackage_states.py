@@ -12,12 +12,12 @@ import pytest
 import torch
 from mil_package import Builder, FunctionBuilder, Text
 
+from exporter.backends.coreml.evaluator import load_functions
+from exporter.backends.coreml.evaluator.function import Function
+from exporter.backends.coreml.evaluator.states import plan
+from exporter.backends.coreml.runtime import MLPackageProgram
 from exporter.errors import BundleError, RuntimeLimitError
-from exporter.spec import MethodSpec, ProgramSpec, StateSpec
-from runtime_ref.programs.mlpackage import load_functions
-from runtime_ref.programs.mlpackage.function import Function
-from runtime_ref.programs.mlpackage.program import MLPackageProgram
-from runtime_ref.programs.mlpackage.states import plan
+from exporter.spec import PROGRAMS, MethodSpec, ProgramSpec, Recipe, StateSpec
 
 if importlib.util.find_spec("coremltools") is None:  # importing it would take seconds
     pytest.skip("coremltools is not installed", allow_module_level=True)
@@ -276,12 +276,15 @@ def spec_of(rows: int = 5, **functions: str) -> ProgramSpec:
         dtype="float16", static=True,
     )  # fmt: skip
     methods = {
-        name: MethodSpec(function=functions.get(name), inputs=(), outputs=(), dims={}, mutates=("log",))
-        for name in ("prefill", "main")
-    }
+        name: MethodSpec(
+            function=functions.get(name), write_first=kind.write_first, logits=kind.logits, inputs=(), outputs=(),
+            dims={}, mutates=("log",),
+        )
+        for name, kind in PROGRAMS.items()
+    }  # fmt: skip
     return ProgramSpec(
-        format="coreml", file="p.mlpackage", weights="float16", states=(log,), methods=methods, runtime="coreml",
-        operators=(),
+        format="coreml", file="p.mlpackage", options={"weights": "float16", "keep_int8": []}, weights="float16",
+        recipe=Recipe(kept=()), layout="static", states=(log,), methods=methods, runtime="coreml", operators=(),
     )  # fmt: skip
 
 

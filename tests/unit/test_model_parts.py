@@ -10,10 +10,12 @@ import pytest
 import torch
 from oracle import mlp, short_conv, token_through_experts
 
+from exporter.cache.plain import PlainKernels
 from exporter.model.convolution import ShortConv
 from exporter.model.mlp import MLP, activation, gelu_tanh
 from exporter.model.moe import MoE
 from exporter.model.norms import RMSNorm
+from exporter.model.parts import Call
 from exporter.spec import Activation, MLPSpec, MoESpec, ShortConvSpec
 
 HIDDEN = 16
@@ -124,11 +126,12 @@ def test_equal_scores_still_choose_as_many_experts_as_asked_for() -> None:
 @pytest.mark.parametrize("splits", [[11], [1] * 11, [2, 9], [7, 1, 3], [1, 2, 8]])
 def test_short_convolution_in_any_split(kernel_size: int, bias: bool, splits: list[int]) -> None:
     spec = ShortConvSpec(kernel_size=kernel_size, bias=bias)
-    module = randomized(ShortConv(spec, HIDDEN), 0.2)
+    module = randomized(ShortConv(spec, HIDDEN, 1e-6, PlainKernels()), 0.2)
     x = random_rows(11)
     state, parts, offset = torch.zeros(1, kernel_size - 1, HIDDEN), [], 0
     for chunk in x.split(splits):
-        parts.append(module(chunk[None], state, offset)[0])
+        call = Call(len(chunk), offset, write_first=len(chunk) == 1, rotary={None: None})
+        parts.append(module(chunk[None], call, [state])[0])
         offset += len(chunk)
     weights = named(module, "mixer")
     torch.testing.assert_close(torch.cat(parts).double(), short_conv(spec, weights, x.double()), rtol=0, atol=1e-5)

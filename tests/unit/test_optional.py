@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from exporter.backends import backend
+from exporter import backends
+from exporter.backends import build_module, checks_module, description_module, file_module, traits
 from exporter.errors import MissingPackageError
 from exporter.optional import require
-from exporter.spec import Format
 
 
 def test_what_is_not_installed_names_its_extra() -> None:
@@ -26,6 +28,15 @@ def test_the_platforms_are_those_of_that_extra(extra: str, where: str) -> None:
 
 
 @pytest.mark.parametrize(("format", "packages"), [("coreml", {"coremltools"}), ("coreai", {"coreai-core"})])
-def test_a_back_end_names_the_packages_of_its_extra(format: Format, packages: set[str]) -> None:
-    """They are required when it is imported, before any work, and their versions stand in the manifest."""
-    assert packages <= set(backend(format).VERSIONS)
+def test_a_format_names_the_packages_of_its_extra(
+    format: str, packages: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are required when one of its modules is asked for, before any work, and their versions stand in the
+    manifest."""
+    own = traits(format)
+    assert packages <= set(own.distributions) and own.extra == format
+    absent = dataclasses.replace(own, distributions=("no-such-package",))
+    monkeypatch.setattr(backends, "traits", lambda name: absent)
+    for module in (build_module, file_module, description_module, checks_module):
+        with pytest.raises(MissingPackageError, match=rf"format {format}: got no no-such-package"):
+            module(format)

@@ -15,13 +15,13 @@ from toy import toy_manifest
 from exporter.architecture import Planned, read_planned
 from exporter.errors import ConfigError
 from exporter.families import from_hf
+from exporter.lengths import parse_lengths
 from exporter.plan import (
     LayerState,
     check_contexts,
     growths,
     layer_states,
     model_states,
-    parse_contexts,
     plan_context,
     plan_contexts,
 )
@@ -32,7 +32,6 @@ from runtime_ref.state import State
 
 ARCHITECTURES = Path(__file__).parents[2] / "configs" / "architectures"
 GIB, MIB, KIB, MB = 2**30, 2**20, 2**10, 10**6
-KIND_BYTES = {"sliding": "sliding", "global": "global_", "conv": "conv"}
 
 
 def printed(count: float, unit: float, digits: str) -> str:
@@ -65,7 +64,7 @@ def test_inkling_without_its_convolutions_is_the_formula(inkling: Planned) -> No
     plan = plan_context(kv_only(inkling), 32768)
     assert plan.full == 32768 * 2 * 128 * 4 * (55 * 16 + 11 * 8) == 30.25 * GIB
     channels = 55 * 16384 + 11 * 14336
-    assert plan_context(inkling.states, 32768).conv == 3 * channels * 4
+    assert plan_context(inkling.states, 32768).kinds["conv"] == 3 * channels * 4
 
 
 def test_inkling_a_token_and_its_rings(inkling: Planned) -> None:
@@ -75,7 +74,7 @@ def test_inkling_a_token_and_its_rings(inkling: Planned) -> None:
     assert sum(kind.ring for kind in grown) == 88 * KIB
     assert {kind.kind: kind.layers for kind in grown} == {"sliding": 55, "global": 11, "conv": 66}
     for context in (512, 8192, 131072):
-        assert plan_context(inkling.states, context).sliding == 440 * MIB
+        assert plan_context(inkling.states, context).kinds["sliding"] == 440 * MIB
 
 
 def test_growth_is_what_one_more_token_adds(inkling: Planned) -> None:
@@ -179,7 +178,7 @@ def test_any_architecture_costs_what_a_slow_count_says(
     assert plan.full == slow_bytes(layers, dtype, context, ring=False)
     for kind in ("sliding", "global"):
         own = [{k: v for k, v in layer.items() if k != "short_conv"} for layer in layers if layer["kind"] == kind]
-        assert getattr(plan, KIND_BYTES[kind]) == slow_bytes(own, dtype, context, ring=True, slack=slack)
+        assert plan.kinds[kind] == slow_bytes(own, dtype, context, ring=True, slack=slack)
 
 
 toys = st.builds(
@@ -199,7 +198,7 @@ def test_the_runtime_allocates_the_plan_byte_for_byte(manifest: Any) -> None:
     state = State(manifest)
     state.ensure_rows(context)
     assert sum(tensor.numel() * tensor.element_size() for tensor in state.tensors) == plan.total
-    wanted = {kind: getattr(plan, name) for kind, name in KIND_BYTES.items() if getattr(plan, name)}
+    wanted = {kind: count for kind, count in plan.kinds.items() if count}
     for usages in (state.memory(), planned_usage(manifest, context)):
         assert {usage.kind: usage.allocated_bytes for usage in usages} == wanted
     (cost,) = context_costs(manifest, [context])
@@ -227,11 +226,11 @@ def test_the_usual_contexts_end_at_the_limit() -> None:
 @pytest.mark.parametrize("text", ["", "0", "-1", "8192,0", "8192,", "8k", "1.5", "9" * 5000])
 def test_contexts_that_are_no_lengths(text: str) -> None:
     with pytest.raises(ConfigError, match="positive whole numbers"):
-        parse_contexts(text)
+        parse_lengths("--contexts", text)
 
 
 def test_contexts_within_the_limit() -> None:
-    assert parse_contexts("8192, 32768") == (8192, 32768)
+    assert parse_lengths("--contexts", "8192, 32768") == (8192, 32768)
     check_contexts((64, 128), 128)
     with pytest.raises(ConfigError, match="got 129, 300; expected at most 128"):
         check_contexts((64, 129, 300), 128)

@@ -15,14 +15,14 @@ from tiny_models import GLOBAL, SLIDING, decoder_of, model
 from torch.export import export
 
 from exporter.backends.executorch import lower
-from exporter.backends.executorch.program import check_codes
+from exporter.backends.executorch.build import check_codes
+from exporter.backends.executorch.ring_kernels import executorch_root
+from exporter.backends.executorch.runtime import PteProgram, _loaded, one_torch_thread, prepare
 from exporter.errors import UnsupportedModelError
 from exporter.quantization import quantize
 from exporter.quantization.modules import QuantizedLinear
 from exporter.spec import QuantizationSpec
 from exporter.tricks.packed_weights import BACKEND, WEIGHT_CACHE, BackendOption, packed_weights
-from runtime_ref.programs.pte import PteProgram, _loaded, one_torch_thread, prepare
-from runtime_ref.programs.ring_kernels import executorch_root
 
 GET_OPTION = "_ZN10executorch7runtime10get_optionEPKcNS0_4SpanINS0_13BackendOptionEEE"
 

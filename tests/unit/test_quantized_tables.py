@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from executorch.backends.xnnpack.operators.node_visitor import NodeVisitor
+from recipes import quantize_by, recipe_of
 from tiny_models import (  # noqa: F401
     MLP,
     MOE,
@@ -22,12 +23,12 @@ from tiny_models import (  # noqa: F401
     token_ids,
 )  # fmt: skip
 
+from exporter.backends.executorch.options import ExecutorchOptions
 from exporter.errors import ConfigError
 from exporter.model.decoder import Decoder
-from exporter.quantization import QuantizedEmbedding, QuantizedLinear, SplitEmbedding, SplitLinear, quantize
-from exporter.quantization.bits import weight_bits
+from exporter.quantization import QuantizedEmbedding, QuantizedLinear, SplitEmbedding, SplitLinear
 from exporter.quantization.modules import ScaledEmbedding, pack_nibbles
-from exporter.spec import PRESETS, ModelSpec, QuantizationSpec
+from exporter.spec import PRESETS, MLPSpec, ModelSpec, QuantizationSpec
 
 IDS = torch.tensor([token_ids(150, seed=5)])
 ROWS = 40
@@ -39,7 +40,7 @@ MIXED = QuantizationSpec(
 
 def quantized(model_spec: ModelSpec, spec: QuantizationSpec) -> Decoder:
     decoder = decoder_of(model_spec)
-    quantize(decoder, spec, IDS)
+    quantize_by(spec, decoder, IDS)
     return decoder
 
 
@@ -151,7 +152,7 @@ def test_gptq_is_used_where_it_is_asked_for_and_follows_the_inputs() -> None:
             same_scales = torch.equal(module.scales, gptq.get_submodule(name).scales)
             assert same_scales == name.endswith("v_proj"), name  # int8's are those of the largest weights
     other = decoder_of(TIED)
-    quantize(other, QuantizationSpec(**rules, rounding="gptq"), IDS.flip(1))
+    quantize_by(QuantizationSpec(**rules, rounding="gptq"), other, IDS.flip(1))
     assert not torch.equal(other.lm_head.weight, gptq.lm_head.weight)
 
 
@@ -190,7 +191,7 @@ def test_rules_that_nothing_would_follow_are_refused(rules: dict[str, Any], word
 def test_a_group_that_does_not_divide_is_refused_before_any_work() -> None:
     spec = model(attention(8), hidden_size=48, vocab_size=50)
     with pytest.raises(ConfigError, match="32 for lm_head with 48 input channels"):
-        quantize(decoder_of(spec), QuantizationSpec(linear="int8", head="int4", smooth=True))
+        quantize_by(QuantizationSpec(linear="int8", head="int4", smooth=True), decoder_of(spec))
 
 
 def test_int8_has_no_groups_by_gptq_either() -> None:
@@ -200,31 +201,70 @@ def test_int8_has_no_groups_by_gptq_either() -> None:
     assert float((logits - float_logits).norm() / float_logits.norm()) < 0.02
 
 
-def linear_bits(rows: int, columns: int, bits: int) -> int:
-    return rows * columns * bits + (rows * 32 if bits == 8 else rows * columns // 32 * 16)
+def bytes_stored(decoder: Decoder) -> int:
+    """Of a quantised decoder as a file has them: each content once, 4-bit codes in nibbles, the scales of 4-bit linears
+    in bfloat16. The factors of a smoothed embedding are no weights."""
+    contents: set[tuple[str, bytes]] = set()
+
+    def holds(kind: str, *tensors: torch.Tensor) -> None:
+        contents.update((kind, tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()) for tensor in tensors)
+
+    for module in decoder.modules():
+        if isinstance(module, QuantizedLinear):
+            codes, scales = module.weight, module.scales
+            if module.group_size is not None:
+                codes, scales = pack_nibbles(codes), scales.bfloat16()
+            holds("codes", codes)
+            holds("scales", scales)
+            holds("floats", *([] if module.bias is None else [module.bias]))
+        elif isinstance(module, QuantizedEmbedding):
+            holds("codes", module.weight)
+            holds("scales", module.scales)
+    holds("floats", *decoder.parameters())
+    return sum(len(content) for _, content in contents)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        QuantizationSpec(), MIXED, PRESETS["accurate"], PRESETS["small"], QuantizationSpec(head="int8"),
+        QuantizationSpec(embedding="int4"), QuantizationSpec(head="int4", embedding="int8"),
+        QuantizationSpec(linear="int4", head="int4", embedding="int4", group_size=64),
+        QuantizationSpec(head="int8", embedding="int4"), QuantizationSpec(head="int4"),
+    ],
+)  # fmt: skip
+def test_a_recipe_counts_the_bytes_that_were_made(rules: QuantizationSpec, tied: bool) -> None:
+    spec = model(attention(8, qkv_bias=True), feed_forward=MLPSpec(intermediate_size=128, activation="silu"),
+                 tie_word_embeddings=tied)  # fmt: skip
+    recipe = recipe_of(spec, rules)
+    decoder = quantized(spec, rules)
+    assert recipe.stored_bytes == bytes_stored(decoder)
+    own = decoder.embed_tokens.table if isinstance(decoder.embed_tokens, ScaledEmbedding) else decoder.embed_tokens
+    elsewhere = {tensor.data_ptr() for tensor in (*decoder.lm_head.parameters(), *decoder.lm_head.buffers())}
+    nibbles = [pack_nibbles(m.weight) for m in decoder.lm_head.modules() if isinstance(m, QuantizedLinear)]
+    shared = [weight for weight in nibbles for m in own.modules() if isinstance(m, QuantizedEmbedding)
+              and m.weight.dtype == torch.uint8 and torch.equal(m.weight, weight)]  # fmt: skip
+    beside = sum(t.nbytes for t in (*own.parameters(), *own.buffers()) if t.data_ptr() not in elsewhere)
+    beside -= sum(weight.nbytes + weight.numel() * 2 // rules.group_size * 2 for weight in shared)
+    assert recipe.unread_bytes == beside
 
 
 def test_bits_a_weight() -> None:
     """By hand: one layer of 64 channels, 4 heads of 16, 2 KV heads, 96 inner channels, 97 rows of vocabulary."""
     linears = [(64, 64), (32, 64), (32, 64), (64, 64), (96, 64), (96, 64), (64, 96)]
     matrices, table, norms = sum(n * k for n, k in linears), 97 * 64, 3 * 64
-    spec = model(attention(8), feed_forward=MLP)
     everything = matrices + table + norms
-    bits = weight_bits(decoder_of(spec))
-    assert bits.stored == bits.read == 32
-    bits = weight_bits(quantized(spec, MIXED))
-    read = sum(linear_bits(n, k, 8) for n, k in linears) + 32 * norms
-    read += linear_bits(ROWS, 64, 8) + linear_bits(97 - ROWS, 64, 4)
-    residual = linear_bits(97 - ROWS, 64, 4)
-    assert bits.read == pytest.approx(read / everything) and bits.stored == pytest.approx(
-        (read + residual) / everything
-    )
-
-    untied = model(attention(8), feed_forward=MLP, tie_word_embeddings=False)
-    bits = weight_bits(quantized(untied, QuantizationSpec(head="int4", embedding="int8")))
-    read = 32 * (matrices + norms) + linear_bits(97, 64, 4)
+    read = sum(8 * n * k + 32 * n for n, k in linears) + 32 * norms
+    read += ROWS * (8 * 64 + 32) + (97 - ROWS) * (4 * 64 + 2 * 16)
+    residual = (97 - ROWS) * (4 * 64 + 2 * 16)
+    spec = model(attention(8), feed_forward=MLP)
+    bits = recipe_of(spec, MIXED).weight_bits
     assert bits.read == pytest.approx(read / everything)
-    assert bits.stored == pytest.approx((read + linear_bits(97, 64, 8)) / (everything + table))
-    bits = weight_bits(quantized(spec, QuantizationSpec(head="int8")))
-    assert bits.stored == pytest.approx((32 * everything + linear_bits(97, 64, 8)) / everything)
-    assert isinstance(quantized(spec, QuantizationSpec(embedding="int8")).embed_tokens, QuantizedEmbedding)
+    assert bits.stored == pytest.approx((read + residual) / everything)
+    options = ExecutorchOptions(quantization=MIXED)
+    assert options.described(recipe_of(spec, options)) == (
+        f"linear int8, embedding int8, head int4 but {ROWS} rows, smoothed, gptq; "
+        f"{read / everything:.2f} bits a weight read for a token, {(read + residual) / everything:.2f} stored"
+    )
+    assert ExecutorchOptions().described(recipe_of(spec, ExecutorchOptions())) == "float32"

@@ -1,4 +1,4 @@
-"""The kernels of `runtime_ref/kernels` inside a `.pte`, against the definition of attention in float64."""
+"""The kernels of `native/` inside a `.pte`, against the definition of attention in float64."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.export import Dim, export
 
-from runtime_ref.programs import pte, ring_kernels
-from runtime_ref.programs.ring_kernels import SOURCES, use_ring_kernels
+from exporter.backends.executorch import ring_kernels
+from exporter.backends.executorch import runtime as pte
+from exporter.backends.executorch.ring_kernels import SOURCES, use_ring_kernels
 
 pte.prepare()
 SCALE = 0.1

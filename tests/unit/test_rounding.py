@@ -6,40 +6,62 @@ from pathlib import Path
 
 import pytest
 import torch
+from recipes import recipe_of
 from tiny_models import GLOBAL, SLIDING, decoder_of, model
 from toy import toy_manifest
 
 from exporter import verify
-from exporter.config import CheckpointConfig, ExportConfig
+from exporter.backends import traits
+from exporter.backends.coreai.options import CoreAIOptions
+from exporter.backends.coreml.options import CoreMLOptions
+from exporter.config import CONFIG, CheckpointConfig
 from exporter.errors import BundleError, VerificationError
-from exporter.quantization.matrices import Storage, grids_of, store
+from exporter.grids.base import store
 from exporter.quantization.rounding import round_weights
-from exporter.spec import Comparison, CoreMLOptions, Format, Manifest
+from exporter.spec import Comparison, Manifest, ReducedWeights
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(
-    "storage", [Storage("coreml", "int8"), Storage("coreml", "int4", ("v_proj", "lm_head")), Storage("coreai", "int4")]
+    "options",
+    [
+        CoreMLOptions(weights="int8"),
+        CoreMLOptions(weights="int4", keep_int8=("v_proj", "lm_head")),
+        CoreMLOptions(),
+        CoreAIOptions(weights="int4"),
+        CoreAIOptions(),
+    ],
 )
-def test_every_matrix_is_rounded_once_and_a_tied_one_stays_tied(storage: Storage, tied: bool) -> None:
-    if storage.format == "coreai":
+def test_every_matrix_is_rounded_once_and_a_tied_one_stays_tied(options: ReducedWeights, tied: bool) -> None:
+    """On integers and palettes; half precision is compared with the float model itself."""
+    if options == CoreAIOptions(weights="int4"):
         pytest.importorskip("coreai_opt")
     decoder, float_decoder = (decoder_of(model(SLIDING, GLOBAL, tie_word_embeddings=tied)) for _ in range(2))
-    round_weights(decoder, storage)
+    recipe = recipe_of(decoder.spec, options)
+    round_weights(decoder, recipe)
     assert (decoder.lm_head.weight is decoder.embed_tokens.weight) == tied
-    before, kept = dict(float_decoder.named_parameters()), grids_of(float_decoder, storage)
-    for name, parameter in decoder.named_parameters():
-        want = store(before[name], kept[name]).values() if name in kept else before[name]
-        assert torch.equal(parameter, want), name
+    for name, weight in float_decoder.named_parameters():
+        kept = recipe.grid(name)
+        reduced = weight.ndim == 2 and name.endswith(".weight") and options.weights != "float16"
+        assert kept.is_float != reduced
+        want = store(weight, kept).values() if reduced else weight
+        assert torch.equal(decoder.get_parameter(name), want), name
 
 
-def of_format(format: Format, weights: str) -> Manifest:
+def of_format(format: str, weights: str) -> Manifest:
     manifest = toy_manifest()
-    program = manifest.program.model_copy(update={"format": format, "weights": weights})
+    options = traits(format).options(weights=weights)
+    recipe = recipe_of(manifest.model, options)
+    program = manifest.program.model_copy(
+        update={
+            "format": format, "options": options.model_dump(mode="json"), "weights": options.described(recipe),
+            "recipe": recipe,
+        }
+    )  # fmt: skip
     return manifest.model_copy(update={"programs": (program,)})
 
 
-def comparison(reference: str, divergence: float, format: Format = "coreml") -> Comparison:
+def comparison(reference: str, divergence: float, format: str = "coreml") -> Comparison:
     return Comparison(
         format=format, reference=reference, positions=9, max_abs_difference=1.0, mean_abs_difference=0.1,
         mean_kl_divergence=divergence, argmax_agreement=1.0,
@@ -64,17 +86,13 @@ def test_a_float32_program_is_held_to_the_logits_themselves() -> None:
 
 def test_a_config_that_keeps_other_matrices_is_not_the_bundles(tmp_path: Path) -> None:
     manifest = of_format("coreml", "int4")
-    kept = manifest.program.model_copy(update={"keep_int8": ("v_proj",)})
+    options = CoreMLOptions(weights="int4", keep_int8=("v_proj",))
+    kept = manifest.program.model_copy(update={"options": options.model_dump(mode="json")})
     manifest = manifest.model_copy(update={"programs": (kept,)})
-    config = ExportConfig(
-        name="toy",
-        checkpoint=CheckpointConfig(path=tmp_path),
-        quantization=manifest.quantization,
-        coreml=CoreMLOptions(weights="int4", keep_int8=("v_proj",)),
-    )
+    config = CONFIG.model_validate({"name": "toy", "checkpoint": CheckpointConfig(path=tmp_path), "coreml": options})
     verify.check_same_source(manifest, manifest.source, config)
     other = config.model_copy(update={"coreml": CoreMLOptions(weights="int4")})
-    with pytest.raises(BundleError, match=r"got coreml\.keep_int8 \('embed_tokens', .* expected \('v_proj',\)"):
+    with pytest.raises(BundleError, match=r"got coreml\.keep_int8 \['embed_tokens', .* expected \['v_proj'\]"):
         verify.check_same_source(manifest, manifest.source, other)
 
 

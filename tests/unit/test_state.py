@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tiny_models import DTYPES, CacheDType
 from toy import DIM, toy_manifest
 
+from exporter.backends.executorch.options import ExecutorchOptions
 from exporter.errors import RuntimeLimitError
 from exporter.machine import resident_bytes
 from exporter.spec import Manifest, QuantizationSpec
@@ -198,6 +199,8 @@ def others(manifest: Manifest) -> dict[str, Manifest]:
     """What a state of `manifest` must not be loaded into, each differing in one thing."""
     eps = manifest.model.model_copy(update={"norm_eps": 1e-5})  # the states are the same, what they mean is not
     weights = manifest.source.model_copy(update={"files": {"w": "1" * 64}})
+    options = ExecutorchOptions(quantization=QuantizationSpec(linear="int8"))
+    quantized = manifest.program.model_copy(update={"options": options.model_dump(mode="json")})
     return {
         "window": toy_manifest(("ring", "full"), window=7),
         "cache": toy_manifest(("ring", "full"), dtype="int8"),
@@ -205,7 +208,7 @@ def others(manifest: Manifest) -> dict[str, Manifest]:
         "context": toy_manifest(("ring", "full"), context=95),
         "model": manifest.model_copy(update={"model": eps}),
         "weights": manifest.model_copy(update={"source": weights}),
-        "quantization": manifest.model_copy(update={"quantization": QuantizationSpec(linear="int8")}),
+        "quantization": manifest.model_copy(update={"programs": (quantized,)}),
     }
 
 

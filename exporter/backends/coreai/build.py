@@ -11,37 +11,36 @@ from pathlib import Path
 
 from torch.export import ExportedProgram
 
-from exporter.backends import Built, Step
-from exporter.backends.coreai.checks import check_file
+from exporter.backends.base import Built, Step
+from exporter.backends.coreai.checks import check_asset
 from exporter.backends.coreai.convert import convert
 from exporter.backends.coreai.description import describe
-from exporter.backends.coreai.program import Asset
+from exporter.backends.coreai.file import Asset
+from exporter.backends.coreai.options import CoreAIOptions
 from exporter.backends.coreai.ranges import record_ranges
+from exporter.backends.coreai.traits import TRAITS
 from exporter.cache.interface import CacheKernels
 from exporter.cache.plain import PlainKernels
 from exporter.graph import ProgramContract, refuse_failed
-from exporter.graph.checks_export import dynamic_ranges, finite_constants
+from exporter.graph.checks_export import as_traced, dynamic_ranges, finite_constants
 from exporter.graph.fx_flow import flow_of
 from exporter.graph.provenance import Trace
 from exporter.model.decoder import Decoder
-from exporter.programs import METHODS, Limits, Method, method_spec, trace
-from exporter.quantization.matrices import Storage, grids_of
-from exporter.spec import IDS_DTYPES, CheckResult, CoreAIOptions, Manifest, ProgramSpec
+from exporter.programs import Limits, method_spec, trace
+from exporter.spec import MAIN, PREFILL, PROGRAMS, CacheKind, CheckResult, Manifest, ProgramSpec, Recipe
+from exporter.units import in_unit
 
-PROGRAM_FILE = "model.aimodel"
 METADATA_FILE = "metadata.json"
-VERSIONS = ("coreai-core", "coreai-torch", "coreai-opt")
-IDS_DTYPE = IDS_DTYPES["coreai"]
-STATE_KINDS = {"full": "kv_cache", "ring": "sliding_cache", "conv": "fixed"}
-"""What Apple's metadata calls a state. A ``fixed`` one turns off going back to a shorter conversation."""
 
 
 def kernels(options: CoreAIOptions) -> CacheKernels:
     return PlainKernels()
 
 
-def build(decoder: Decoder, limits: Limits, options: CoreAIOptions, directory: Path, step: Step) -> Built:
-    """See `Backend.build`.
+def build(
+    decoder: Decoder, limits: Limits, options: CoreAIOptions, recipe: Recipe, *, directory: Path, step: Step
+) -> Built:
+    """See `BuildModule.build`.
 
     Raises:
         MissingPackageError: Core AI's packages are not installed.
@@ -49,30 +48,31 @@ def build(decoder: Decoder, limits: Limits, options: CoreAIOptions, directory: P
         GraphContractError: a check failed.
     """
     contracts = {
-        method: ProgramContract(method, method_spec(decoder, method, limits, IDS_DTYPE), decoder.states)
-        for method in METHODS
+        name: ProgramContract(name, method_spec(decoder, kind, limits, TRAITS.ids_dtype), decoder.states)
+        for name, kind in PROGRAMS.items()
     }
-    grids = grids_of(decoder, Storage("coreai", options.weights, options.keep_int8))
     with step("trace for Core AI"):
-        programs = {method: trace(decoder, method, limits, IDS_DTYPE) for method in METHODS}
+        programs = {name: trace(decoder, kind, limits, TRAITS.ids_dtype) for name, kind in PROGRAMS.items()}
         checks = check_traced(programs, contracts)
     with step("convert to Core AI") as detail, contextlib.redirect_stdout(io.StringIO()):
-        program = convert(programs, {method: own.interface for method, own in contracts.items()}, grids)
-        record_ranges(program.save_asset(directory / PROGRAM_FILE), contracts.values())
+        program = convert(programs, {method: own.interface for method, own in contracts.items()}, recipe)
+        record_ranges(program.save_asset(directory / TRAITS.file), contracts.values())
         del program, programs
-        size = sum(file.stat().st_size for file in (directory / PROGRAM_FILE).iterdir())
-        detail(f"{size / 1e6:.0f} MB")
+        size = sum(file.stat().st_size for file in (directory / TRAITS.file).iterdir())
+        detail(in_unit(size, "MB", 0))
     with step("check Core AI program") as detail:
-        asset = Asset(directory / PROGRAM_FILE)
-        lowered = check_file(asset, list(contracts.values()))
+        asset = Asset(directory / TRAITS.file)
+        lowered = check_asset(asset, list(contracts.values()))
         refuse_failed(lowered)
         detail(f"{len(lowered)} checks passed")
     operators = {name for function in describe(asset).functions for name in function.operators}
     spec = ProgramSpec(
-        format="coreai",
-        file=PROGRAM_FILE,
-        weights=options.weights,
-        keep_int8=options.keep_int8,
+        format=TRAITS.name,
+        file=TRAITS.file,
+        options=options.model_dump(mode="json"),
+        weights=options.described(recipe),
+        recipe=recipe,
+        layout=TRAITS.layout,
         states=decoder.states,
         methods={method: own.interface for method, own in contracts.items()},
         runtime=f"coreai-core-{version('coreai-core')}-interpreter",
@@ -82,26 +82,33 @@ def build(decoder: Decoder, limits: Limits, options: CoreAIOptions, directory: P
 
 
 def check_traced(
-    programs: Mapping[Method, ExportedProgram], contracts: Mapping[Method, ProgramContract]
+    programs: Mapping[str, ExportedProgram], contracts: Mapping[str, ProgramContract]
 ) -> list[CheckResult]:
-    """What only the traced programs can show: the asset's program does not record the ranges of dynamic axes, and large
-    constants are out of reach.
+    """Check what only the traced programs show: the asset does not record the ranges of dynamic axes, and its large
+    constants are not read.
 
     Raises:
         GraphContractError: a check failed.
     """
     results = []
     for method, contract in contracts.items():
-        # Where writes go is shown on the asset: through stacks, every node is on the way from a state to itself.
+        # Where writes go is checked on the asset: over stacks, every traced node lies between a state and itself.
         flow = flow_of(programs[method], contract.input_names, positions=False)
         results.append(dynamic_ranges(programs[method], flow, Trace(flow), contract))
         results.append(finite_constants(programs[method], flow, contract))
     refuse_failed(results)
-    return results
+    return as_traced(results)
+
+
+def apples_word(kind: CacheKind) -> str:
+    """The kind of a state in Apple's metadata. A ``fixed`` state forbids rewinding to a shorter conversation."""
+    if kind.grows:
+        return "kv_cache"
+    return "sliding_cache" if kind.rewinds else "fixed"
 
 
 def beside(manifest: Manifest) -> dict[str, str]:
-    """Apple's `metadata.json`, which finds `tokenizer/` beside itself."""
+    """Apple's `metadata.json`; its runtime finds `tokenizer/` beside it."""
     metadata = {
         "metadata_version": "0.2",
         "kind": "llm",
@@ -112,8 +119,8 @@ def beside(manifest: Manifest) -> dict[str, str]:
             "embedded_tokenizer": True,
             "vocab_size": manifest.model.vocab_size,
             "max_context_length": manifest.max_context_length,
-            "function_map": {"main": ["main"], "prompt": ["prefill"]},
-            "states": {state.name: STATE_KINDS[state.kind] for state in manifest.states},
+            "function_map": {"main": [MAIN.name], "prompt": [PREFILL.name]},
+            "states": {state.name: apples_word(state.cache_kind) for state in manifest.states},
         },
     }
     return {METADATA_FILE: json.dumps(metadata, indent=2) + "\n"}

@@ -1,7 +1,7 @@
 """The blobs of an MLIR bytecode file: where an asset keeps its large constants.
 
 The layout is MLIR's own ("MLIR Bytecode Format", version 6): a header, then sections; one lists the size of every
-resource in order, another holds them, each behind its alignment and its length.
+resource in order, another holds them, each after its alignment and its length.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from exporter.errors import BundleError
-from exporter.graph.weights import SMALL, orderless_digest
+from exporter.graph.repeats import SMALL, orderless_digest
 
 MAGIC = b"ML\xefR"
 _RESOURCES, _RESOURCE_SIZES = 5, 6
@@ -39,7 +39,7 @@ class StoredBlobs:
 
     @property
     def repeated(self) -> tuple[Blob, ...]:
-        """The large blobs that hold the numbers of an earlier one, in whatever order."""
+        """The large blobs that hold the same numbers as an earlier one, in any order."""
         first: dict[bytes, Blob] = {}
         large = [blob for blob in self.blobs if blob.size >= SMALL]
         return tuple(blob for blob in large if first.setdefault(blob.digest, blob) is not blob)

@@ -11,26 +11,28 @@ from dataclasses import replace
 import numpy as np
 
 from exporter.backends.coreai.bytecode import StoredBlobs, stored_blobs
+from exporter.backends.coreai.file import BYTECODE, Argument, Asset, Function
 from exporter.backends.coreai.flow import StateFlow, flow_of_function, layer_states
 from exporter.backends.coreai.landing import write_index_is_definition, writes_land_on_their_rows
-from exporter.backends.coreai.program import BYTECODE, Argument, Asset, Function
 from exporter.backends.coreai.ranges import ranges_of
 from exporter.errors import GraphContractError
-from exporter.graph.checks_flow import (
-    conv_order,
-    full_order,
-    mutated_inputs_exactly_states,
-    ring_order,
-    write_index_from_shapes,
-)
+from exporter.graph.checks_flow import mutated_inputs_exactly_states, orders, write_indices_from_shapes
 from exporter.graph.contract import ProgramContract
+from exporter.graph.contract_file import ContractFile
 from exporter.graph.provenance import Trace
-from exporter.spec import CheckResult, TensorSpec
+from exporter.spec import CheckResult, ProgramSpec, TensorSpec
 
 ELEMENTS = {"float32": "f32", "int32": "si32", "float16": "f16"}
 
 
-def check_file(file: Asset, contracts: Sequence[ProgramContract]) -> list[CheckResult]:
+def check_file(
+    file: Asset, contracts: Sequence[ProgramContract], demands: ContractFile, recorded: ProgramSpec | None
+) -> list[CheckResult]:
+    """See `ChecksModule.check_file`."""
+    return check_asset(file, contracts)
+
+
+def check_asset(file: Asset, contracts: Sequence[ProgramContract]) -> list[CheckResult]:
     """Check an asset against one contract for each method, over the stacked states.
 
     Raises:
@@ -59,13 +61,10 @@ def check_function(
     trace = Trace(state_flow.flow)
     layered = by_layer(contract)
     return [
-        write_index_from_shapes(state_flow.flow, trace, layered, "ring"),
-        write_index_from_shapes(state_flow.flow, trace, layered, "full"),
+        *write_indices_from_shapes(state_flow.flow, trace, layered),
         write_index_is_definition(function, state_flow, layered),
         writes_land_on_their_rows(function, state_flow, layered),
-        ring_order(state_flow.flow, layered),
-        full_order(state_flow.flow, layered),
-        conv_order(state_flow.flow, layered),
+        *orders(state_flow.flow, layered),
         mutated_inputs_exactly_states(state_flow.flow, layered),
         no_whole_state_copy(function, state_flow, contract),
         finite_constants(function, contract),
@@ -88,8 +87,8 @@ def by_layer(contract: ProgramContract) -> ProgramContract:
 
 
 def no_whole_state_copy(function: Function, flow: StateFlow, contract: ProgramContract) -> CheckResult:
-    """A stack is only sliced by layer and updated by rows of one layer, always as it was last written, and nothing else
-    is as large as a stack."""
+    """A stack is only sliced by layer and updated by rows of one layer, always in its latest version, and no other
+    value is as large as a stack."""
     problems = [*flow.whole, *flow.stale]
     stacks = {state.type.shape: state.name for state in function.states if flow.layers[state.name] > 1}
     for operation in function.operations:
@@ -104,7 +103,7 @@ def no_whole_state_copy(function: Function, flow: StateFlow, contract: ProgramCo
 
 
 def finite_constants(function: Function, contract: ProgramContract) -> CheckResult:
-    """No infinity or NaN among the constants that are written into the program's text."""
+    """No infinity or NaN among the constants in the program's text."""
     count, problems = 0, []
     for operation, kind in function.constants():
         if operation.constant is not None and not kind.is_integer:
@@ -117,8 +116,8 @@ def finite_constants(function: Function, contract: ProgramContract) -> CheckResu
 def dynamic_axes(
     function: Function, contract: ProgramContract, ranges: Mapping[str, list[list[int]]] | None = None
 ) -> CheckResult:
-    """Names, dtypes and axes are those of the interface: dynamic exactly where a dimension has a name. The program
-    records which axes are dynamic; the ranges that stand in the asset's metadata, if any do, are the declared ones."""
+    """Names, dtypes and axes are those of the interface: dynamic exactly where a dimension has a name. The ranges in
+    the asset's metadata, if there are any, are the declared ones."""
     problems, dynamic = [], []
     if ranges is not None and ranges != (declared_ranges := ranges_of([contract])[contract.method]):
         problems.append(f"the ranges recorded are {dict(ranges)}, declared {declared_ranges}")
@@ -152,8 +151,8 @@ def last_token_logits_only(function: Function, contract: ProgramContract) -> Che
 
 
 def weights_stored_once(stored: StoredBlobs, contract: ProgramContract) -> CheckResult:
-    """No large constant of the file repeats another, neither as it is nor with its numbers in another order: a tied
-    head kept a second time, transposed, would be one."""
+    """No large constant of the file repeats another, as it is or with its numbers in another order, such as a tied head
+    stored a second time, transposed."""
     problems = []
     if stored.repeated:
         sizes = ", ".join(str(blob.size) for blob in stored.repeated)

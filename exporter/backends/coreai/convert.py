@@ -3,8 +3,8 @@
 Letters: L layers of a stack, K KV heads, D head_dim.
 
 Each method is traced by itself over the stacked states ``[L, rows, K, D]`` and decomposed by coreai-torch's own table;
-both go into one program. Constants are stored by their content, so what both functions hold is stored once, a tied
-embedding and head too.
+both go into one program. Constants are stored by their content, so a constant of both functions is stored once, and so
+is a tied embedding.
 """
 
 from __future__ import annotations
@@ -17,24 +17,21 @@ from torch.export import ExportedProgram
 from exporter.backends.coreai.library import library
 from exporter.backends.coreai.weights import ROOT, converter
 from exporter.errors import UnsupportedModelError
-from exporter.programs import Method
-from exporter.quantization.matrices import Grid
-from exporter.spec import MethodSpec
+from exporter.spec import MethodSpec, Recipe
 
 
-def convert(
-    programs: dict[Method, ExportedProgram], interfaces: Mapping[Method, MethodSpec], grids: Mapping[str, Grid]
-) -> Any:
-    """The traced methods as one ``AIProgram``, the matrices of `grids` on their grids; arithmetic stays float32.
-    `programs` is emptied on the way.
+def convert(programs: dict[str, ExportedProgram], interfaces: Mapping[str, MethodSpec], recipe: Recipe) -> Any:
+    """The traced methods as one ``AIProgram``, every parameter in the form that `recipe` gives it; arithmetic stays
+    float32. `programs` is emptied on the way.
 
     Raises:
         MissingPackageError: coreai-torch or, for int4, coreai-opt is not installed.
         UnsupportedModelError: coreai-torch cannot convert an operator of the model.
     """
-    converting = converter(grids)
+    reduced = {name: grid for name in recipe.names if (grid := recipe.grid(name)).codes != "float32"}
+    converting = converter(reduced)
     tensors = next(iter(programs.values())).state_dict
-    matrices = {tensors[f"{ROOT}{name}"].data_ptr() for name in grids}
+    matrices = {tensors[f"{ROOT}{name}"].data_ptr() for name in reduced}
     decompositions = library("coreai_torch").get_decomp_table()
     for method in list(programs):
         program = without_assertions(programs.pop(method).run_decompositions(decompositions))
@@ -67,7 +64,7 @@ def _refusal(error: Exception) -> UnsupportedModelError:
 
 
 def without_assertions(program: ExportedProgram) -> ExportedProgram:
-    """Drop the run-time assertions over shapes, for which the format has no operator."""
+    """Drop run-time assertions over shapes; the format has no operator for them."""
     graph = program.graph_module.graph
     for node in reversed(list(graph.nodes)):
         target = str(node.target)

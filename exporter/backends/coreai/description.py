@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from exporter.backends.coreai.program import Argument, Asset, Function
+from exporter.backends.coreai.file import Argument, Asset, Function
+from exporter.backends.coreai.traits import TRAITS
 from exporter.describe import FileDescription, FunctionDescription, Row
 
 DTYPES = {
@@ -17,7 +18,8 @@ DTYPES = {
 def describe(file: Asset) -> FileDescription:
     """The functions of an asset, and its weights by precision."""
     return FileDescription(
-        format="coreai",
+        file=file.path.name,
+        format=TRAITS.name,
         functions=tuple(_function(function, file.ranges.get(name, {})) for name, function in file.functions.items()),
         weight_bytes=weight_bytes(file.functions),
         file_bytes=file.file_bytes,
@@ -36,7 +38,7 @@ def _function(function: Function, ranges: Mapping[str, Sequence[Sequence[int]]])
 
 
 def _row(argument: Argument, ranges: Sequence[Sequence[int]] | None) -> Row:
-    """A dynamic axis is any length where the asset has no range for it."""
+    """A dynamic axis without a range in the asset accepts any length."""
     sizes = []
     for axis, n in enumerate(argument.type.shape):
         if n is not None:
@@ -47,7 +49,7 @@ def _row(argument: Argument, ranges: Sequence[Sequence[int]] | None) -> Row:
 
 
 def weight_bytes(functions: Mapping[str, Function]) -> dict[str, int]:
-    """Bytes of the large constants by dtype, each counted once though both functions use it."""
+    """Bytes of the large constants by dtype; a constant of both functions counts once."""
     stored = {
         operation.resource: kind
         for function in functions.values()

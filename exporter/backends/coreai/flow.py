@@ -2,10 +2,9 @@
 
 Letters: L layers of a stacked state, Q query_len.
 
-The checks speak of one state a layer, the program of stacks ``[L, rows, ...]``: layer k of ``slidingKeyCache`` is
+The checks have one state per layer, the program has stacks ``[L, rows, ...]``: layer k of ``slidingKeyCache`` is
 ``slidingKeyCache[k]`` here. A slice of one layer out of a stack reads that layer; a ``slice_update`` inside one layer,
-followed by its ``write_handle``, writes it. Whatever else is done with a whole stack is kept apart, for a check to
-refuse.
+followed by its ``write_handle``, writes it. Any other use of a whole stack is listed apart, for a check to refuse.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from exporter.backends.coreai.program import Function, Operation
+from exporter.backends.coreai.file import Function, Operation
 from exporter.graph.flow import Flow, Step, Value
 from exporter.spec import StateSpec
 
@@ -41,8 +40,8 @@ def layer_name(state: str, k: int) -> str:
 
 @dataclass(frozen=True)
 class LayerWrite:
-    """One write to layer `layer` of a stack: `update` goes to the rows `begin` to `end`, both ``[rank]``; None when the
-    whole of a state of one layer is replaced."""
+    """One write to layer `layer` of a stack: `update` goes to the rows `begin` to `end`, both ``[rank]``; None when a
+    state of one layer is replaced as a whole."""
 
     label: str
     state: str
@@ -54,7 +53,7 @@ class LayerWrite:
 
 @dataclass
 class StateFlow:
-    """A function's steps and what became of its states.
+    """A function's steps, and the reads and writes of its states.
 
     Args:
         layers: how many layers each state has.
@@ -62,8 +61,8 @@ class StateFlow:
         writes: in program order.
         reads: the values that are a copy of one layer, with its state and number.
         stacks: the values that are the whole of a state.
-        whole: uses of a whole stack other than for a part of one layer.
-        stale: uses of a stack after it was written again.
+        whole: uses of a whole stack that take more than a part of one layer.
+        stale: uses of a stack version that has been overwritten.
     """
 
     layers: dict[str, int]
@@ -209,7 +208,7 @@ class _Reader:
         return self._first(producer.operands[1]) if producer.name == "coreai.concat" else None
 
     def _gathered(self, update: int, state: str, layer: int) -> list[Value]:
-        """The indices and conditions of every selection on the way from a layer's own old rows to `update`."""
+        """The indices and conditions of every selection between a layer's old rows and `update`."""
         carrying = carried(self.function, self.result, state, layer)
         found: list[Value] = []
         open_values, seen = [update], {update}
@@ -226,7 +225,7 @@ class _Reader:
 
 
 def carried(function: Function, flow: StateFlow, state: str, layer: int) -> set[int]:
-    """Every value that the old rows of one layer reach."""
+    """Every value that depends on the old rows of one layer."""
     found = {value for value, source in flow.reads.items() if source == (state, layer)}
     found |= {value for value, name in flow.stacks.items() if name == state and flow.layers[state] == 1}
     for operation in function.operations:

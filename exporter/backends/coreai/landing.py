@@ -1,4 +1,4 @@
-"""That every write of a Core AI function lands where the definition says, computed from the function itself.
+"""Shows that every write of a Core AI function goes to the rows of the definition, computed from the function itself.
 
 Letters: Q query_len, S seq_len, C capacity of a ring.
 """
@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from exporter.backends.coreai.file import Function
 from exporter.backends.coreai.flow import LayerWrite, StateFlow, carried, layer_name
-from exporter.backends.coreai.program import Function
 from exporter.backends.coreai.values import Values, region
 from exporter.graph.contract import ProgramContract
 from exporter.graph.index_proof import Lengths, NotPlayable, expected_rows, played_lengths, sample_lengths
@@ -18,12 +18,12 @@ from exporter.spec import CheckResult, StateSpec
 
 
 def write_index_is_definition(function: Function, flow: StateFlow, contract: ProgramContract) -> CheckResult:
-    """A write of rows covers exactly ``(S - Q) mod C`` of a ring and S - Q .. S - 1 of a full state, computed from the
+    """A write of rows covers exactly those of positions S - Q .. S - 1 (``(S - Q) mod C`` of a ring), computed from the
     function's own integers for sampled lengths.
 
-    A ring rewritten by a gather covers all of its rows; which come from where `writes_land_on_their_rows` shows.
+    A ring rewritten by a gather covers all of its rows; `writes_land_on_their_rows` checks which row comes from where.
     """
-    states = {state.name: state for state in contract.states if state.kind != "conv"}
+    states = contract.positional
     problems, shown = [], set()
     for write in flow.writes:
         state = states.get(layer_name(write.state, write.layer))
@@ -37,17 +37,18 @@ def write_index_is_definition(function: Function, flow: StateFlow, contract: Pro
             except NotPlayable as reason:
                 problems.append(f"{write.label} to {state.name}: {reason}")
                 break
-            if state.kind == "full":
-                want, kind = range(lengths.offset, lengths.seq_len), "full: S - Q to S - 1"
-            elif contract.write_first:
-                want, kind = range(lengths.offset % rows, lengths.offset % rows + 1), "ring: (S - Q) mod C"
+            kind = state.cache_kind
+            in_a_row = kind.grows or contract.write_first
+            first = kind.row_of(lengths.offset, rows) if in_a_row else None
+            if first is None:
+                want, words = range(rows), "all of it, by a gather"
             else:
-                want, kind = range(rows), "ring: all of it, by a gather"
+                want, words = range(first, first + lengths.query_len), f"Q rows from {kind.first_row}"
             if got != want:
                 where = f"Q={lengths.query_len} S={lengths.seq_len}"
                 problems.append(f"{write.label} writes {got} of {state.name} at {where}, expected {want}")
                 break
-            shown.add(kind)
+            shown.add(f"{kind.name}: {words}")
     evidence = f"{len(flow.writes)} writes: {'; '.join(sorted(shown)) or 'none'}"
     return contract.result("write_index_is_definition", problems, evidence)
 
@@ -61,7 +62,7 @@ def written_rows(values: Values, write: LayerWrite, rows: int) -> range:
 
 
 def shapes_of(function: Function, contract: ProgramContract, lengths: Lengths) -> dict[str, tuple[int, ...]]:
-    """The concrete shape of every argument in a call of these lengths; a growing state has as few rows as will do."""
+    """The concrete shape of every argument in a call of these lengths; a growing state has as few rows as possible."""
     ids = zip(function.inputs, (lengths.query_len, lengths.seq_len), strict=True)
     shapes: dict[str, tuple[int, ...]] = {argument.name: (1, n) for argument, n in ids}
     rows = max(lengths.seq_len, contract.interface.dims.get("rows", (1, 1))[0])
@@ -71,9 +72,9 @@ def shapes_of(function: Function, contract: ProgramContract, lengths: Lengths) -
 
 
 def writes_land_on_their_rows(function: Function, flow: StateFlow, contract: ProgramContract) -> CheckResult:
-    """Played for concrete lengths: with each row of a layer standing for its position, and each row of the chunk for
-    its own, the function's own operators leave every position on the row that the definition gives it."""
-    states = {state.name: state for state in contract.of_kind("ring") + contract.of_kind("full")}
+    """Computed for concrete lengths: every row of a layer and of the chunk holds its position, and after the function's
+    own operators every position is on the row that the definition gives it."""
+    states = dict(contract.positional)
     problems, lengths = [], played_lengths(contract)
     for write in flow.writes:
         state = states.pop(layer_name(write.state, write.layer), None)
@@ -88,10 +89,8 @@ def writes_land_on_their_rows(function: Function, flow: StateFlow, contract: Pro
                 problems.append(f"{state.name} at Q={one.query_len} S={one.seq_len}: {problem}")
                 break
     problems += [f"{name} is never written" for name in states]
-    played = len(contract.of_kind("ring") + contract.of_kind("full"))
-    return contract.result(
-        "writes_land_on_their_rows", problems, f"{played} layers played for {len(lengths)} pairs of lengths"
-    )
+    played = f"{len(contract.positional)} layers played for {len(lengths)} pairs of lengths"
+    return contract.result("writes_land_on_their_rows", problems, played)
 
 
 def play(
@@ -130,7 +129,7 @@ def play(
 
 
 def chunks(function: Function, flow: StateFlow, write: LayerWrite) -> Iterator[int]:
-    """The activations that an update is made of: what it takes beside the layer's own old rows and integers."""
+    """The activations in an update: its inputs except the layer's own old rows and integers."""
     carrying = carried(function, flow, write.state, write.layer)
     open_values, seen = [write.update], set()
     while open_values:

@@ -1,6 +1,6 @@
-"""The range of every dynamic axis, in an asset's own metadata: its program records which axes are dynamic and no range.
+"""The range of every dynamic axis, in an asset's metadata: its program records which axes are dynamic, but no range.
 
-An app finds them in ``AIModelAsset(contentsOf:).metadata``, whoever has the file alone with ``exporter inspect``.
+An app reads them from ``AIModelAsset(contentsOf:).metadata``, ``exporter inspect`` from the file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Ranges = dict[str, dict[str, list[list[int]]]]
 
 
 def ranges_of(contracts: Iterable[ProgramContract]) -> Ranges:
-    """What the contracts declare of the arguments that have a dynamic axis."""
+    """The declared ranges of the arguments that have a dynamic axis."""
     return {
         contract.method: {
             tensor.name: [list(contract.range_of(n)) for n in tensor.shape]
@@ -37,8 +37,7 @@ def record_ranges(asset: Any, contracts: Iterable[ProgramContract]) -> None:
 
 
 def recorded_ranges(path: Path) -> Ranges:
-    """What the asset at `path`, which was read without complaint, has recorded; nothing, where another exporter made
-    it."""
+    """The ranges recorded in the asset at `path`, which must be readable; empty for an asset of another exporter."""
     file = path / METADATA
     metadata = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     found: Ranges = metadata.get("creatorDefinedMetadata", {}).get(KEY, {})

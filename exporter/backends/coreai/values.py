@@ -1,6 +1,6 @@
 """The integers of a function, computed for concrete lengths, and rows followed through the operations that move them.
 
-Written from the operators' definitions, with numpy, for what an index is made of; the interpreter is not asked.
+Written in numpy from the definitions of the operators that compute indices, independent of the interpreter.
 
 Letters: Q query_len, C capacity, K KV heads, D head_dim.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from exporter.backends.coreai.program import Function, Operation
+from exporter.backends.coreai.file import Function, Operation
 from exporter.graph.index_proof import NotPlayable
 
 _BINARY: dict[str, Callable[..., Any]] = {
@@ -44,7 +44,7 @@ class Values:
         """The content of `value`.
 
         Raises:
-            NotPlayable: it depends on the content of an input, or on an operator that no index is made of.
+            NotPlayable: it depends on the content of an input, or on an operator that is not known here.
         """
         if value not in self.memo:
             operation = self.function.producers.get(value)

@@ -1,9 +1,9 @@
-"""How a converted program keeps its weights. Arithmetic is float32 whatever they are stored as.
+"""How a converted program stores its weights. Arithmetic is float32 in any case.
 
-Every reduced weight is a constant in front of ``blockwise_shift_scale``, the operator Core AI has for stored integers,
-which takes float16 as well; a conversion of a constant back to float32 would be folded into it. It is reduced as soon
-as the converter meets its parameter: the compiler keeps every constant it has ever seen for as long as the program
-lives, and the float32 matrices would be among them.
+Every reduced weight is a constant in front of ``blockwise_shift_scale``, Core AI's operator for stored integers, which
+takes float16 as well; a plain conversion of a constant to float32 would be folded away. A weight is reduced when the
+converter meets its parameter: the compiler keeps every constant it has seen as long as the program lives, so float32
+matrices would stay in memory.
 
 Letters: N output channels (rows), K input channels, g groups a row.
 """
@@ -18,11 +18,12 @@ import torch
 
 from exporter.backends.coreai.library import library
 from exporter.errors import UnsupportedModelError
-from exporter.quantization.matrices import Grid, store
+from exporter.grids.base import store
 from exporter.quantization.modules import pack_nibbles
+from exporter.spec import GridSpec
 
 ROOT = "decoder."
-"""Where a traced program has the decoder whose parameters are named."""
+"""Prefix of the decoder's parameters in a traced program."""
 
 
 class _Constants(NamedTuple):
@@ -35,11 +36,11 @@ class _Constants(NamedTuple):
     offset2: Any
 
 
-def converter(grids: Mapping[str, Grid]) -> Any:
-    """A ``TorchConverter`` that puts each parameter of the decoder named in `grids` on its grid.
+def converter(kept: Mapping[str, GridSpec]) -> Any:
+    """A ``TorchConverter`` that keeps each parameter of the decoder named in `kept` in that form.
 
-    Its ``to_coreai`` raises UnsupportedModelError where a weight is no finite float16. coreai-torch offers no way to
-    say how a parameter is to be kept; what is overridden here is where it makes a constant of one.
+    Its ``to_coreai`` raises UnsupportedModelError where a weight is not finite in float16. coreai-torch has no option
+    for how a parameter is stored; this overrides the method that makes a constant of one.
     """
     base = library("coreai_torch").TorchConverter
     operation = library("coreai._compiler.dialects.coreai").ConstantOp
@@ -52,13 +53,13 @@ def converter(grids: Mapping[str, Grid]) -> Any:
 
         def _handle_placeholder_op(self, node: Any) -> Any:
             name = self.exported_program.graph_signature.inputs_to_parameters.get(node.name, "")
-            grid = grids.get(name.removeprefix(ROOT))
-            if grid is None:
+            own = kept.get(name.removeprefix(ROOT))
+            if own is None:
                 return super()._handle_placeholder_op(node)
             weight = self._parameters_map[node.name]
             key = weight.data_ptr()  # of a tied matrix, and in both functions
             if key not in self.reduced:
-                self.reduced[key] = _constants(weight, grid)
+                self.reduced[key] = _constants(weight, own)
             operands = [operation(value=value).result for value in self.reduced[key]]
             self._values_map[node.name] = shift_scale(*operands)
             return None
@@ -66,42 +67,42 @@ def converter(grids: Mapping[str, Grid]) -> Any:
     return Reducing(mode=base.Mode.RELEASE)
 
 
-def _constants(weight: torch.Tensor, grid: Grid) -> _Constants:
+def _constants(weight: torch.Tensor, kept: GridSpec) -> _Constants:
     """float32 ``[N, K]`` to its operands; scales and offsets are ``[N, g]``."""
-    if grid == "float16":
+    if kept.codes == "float16":
         one = np.ones((1, 1), dtype=np.float32)
         half = _half(weight)
         return _Constants(*map(_attribute, (half, one, np.zeros_like(one, dtype=np.float16), np.zeros_like(one))))
-    stored = store(weight, grid)
-    assert stored.scales is not None, f"{grid} has no scales"
+    stored = store(weight, kept)
+    assert stored.scales is not None, f"{kept.grid} has no scales"
     scales = stored.scales.numpy()
     shifts = torch.zeros(scales.shape, dtype=torch.int8) if stored.zero_points is None else stored.zero_points
-    integers = _attribute if grid == "int8" else _nibbles
+    integers = _attribute if kept.codes == "int8" else _nibbles
     return _Constants(
         integers(stored.codes.numpy()), _attribute(scales), integers(shifts.numpy()), _attribute(np.zeros_like(scales))
     )
 
 
 def _attribute(values: np.ndarray) -> Any:
-    """An array as a constant; equal ones are one in the file, and one of equal numbers takes no room."""
+    """An array as a constant. Equal arrays are one constant in the file; an array of equal numbers takes no room."""
     return library("coreai._compiler.dialects.coreai.constant").create_constant_attr(values)
 
 
 def _nibbles(codes: np.ndarray) -> Any:
-    """int8 in -8 .. 7 as a constant of 4-bit integers, of which numpy has none that the compiler takes."""
+    """int8 in -8 .. 7 as a constant of 4-bit integers; numpy has no 4-bit type that the compiler takes."""
     ir, constants = library("coreai._compiler.ir"), library("coreai._compiler.dialects.coreai.constant")
     integer = ir.IntegerType.get_signed(4)
     kind = ir.RankedTensorType.get(codes.shape, integer)
     if codes.min() == codes.max():
         return ir.DenseElementsAttr.get_splat(kind, ir.IntegerAttr.get(integer, int(codes.flat[0])))
-    packed = pack_nibbles(torch.from_numpy(codes.reshape(1, -1))) ^ 0x88  # two's complement, not counted from -8
+    packed = pack_nibbles(torch.from_numpy(codes.reshape(1, -1))) ^ 0x88  # two's complement, not an offset from -8
     return constants.create_elements_attr(ir.Location.unknown(), kind, packed.numpy())
 
 
 def _half(weight: torch.Tensor) -> np.ndarray:
     """`weight` rounded to float16."""
     half = weight.half().numpy()
-    if not (np.isfinite(half.max()) and np.isfinite(half.min())):  # a mask of so many numbers would take memory
+    if not (np.isfinite(half.max()) and np.isfinite(half.min())):  # a boolean mask of this size would take memory
         raise UnsupportedModelError(
             "Core AI weights",
             got=f"a weight of magnitude {float(weight.abs().max()):.3g}",

@@ -1,4 +1,4 @@
-"""The graph contract of a saved package, held to the operators in its file.
+"""The graph contract of a saved package, checked on the operators in its file.
 
 Letters: Q query_len, S seq_len.
 """
@@ -10,30 +10,32 @@ from collections.abc import Sequence
 
 from exporter.backends.coreml.checks_values import exact_index_arithmetic, finite_constants, last_token_logits_only
 from exporter.backends.coreml.checks_writes import write_index_is_definition
-from exporter.backends.coreml.mil_flow import flow_of
-from exporter.backends.coreml.package import Function, Package, Typed
+from exporter.backends.coreml.file import Function, Package, Typed
+from exporter.backends.coreml.flow import flow_of
 from exporter.errors import GraphContractError
-from exporter.graph.checks_flow import (
-    conv_order,
-    full_order,
-    mutated_inputs_exactly_states,
-    ring_order,
-    write_index_from_shapes,
-)
+from exporter.graph.checks_flow import mutated_inputs_exactly_states, orders, write_indices_from_shapes
 from exporter.graph.contract import DEFAULT_LIMITS, FileLimits, ProgramContract, summary
+from exporter.graph.contract_file import ContractFile
 from exporter.graph.provenance import Trace
-from exporter.graph.weights import SMALL, orderless_digest
-from exporter.spec import CheckResult
+from exporter.graph.repeats import SMALL, orderless_digest
+from exporter.spec import CheckResult, ProgramSpec
 
 _ROWS = frozenset({"slice_update", "slice_by_index"})
 MOST_READS = 2
-"""A state is read once for what it held and, where a method attends after the write, once more for what it holds."""
+"""A state is read once before the write and, where a method attends after the write, once more."""
+
+
+def check_file(
+    file: Package, contracts: Sequence[ProgramContract], demands: ContractFile, recorded: ProgramSpec | None
+) -> list[CheckResult]:
+    """See `ChecksModule.check_file`."""
+    return check_package(file, contracts)
 
 
 def check_package(
     package: Package, contracts: Sequence[ProgramContract], limits: FileLimits = DEFAULT_LIMITS
 ) -> list[CheckResult]:
-    """Every check on every function, then those of the file as a whole.
+    """Every check on every function, then those of the whole file.
 
     Raises:
         GraphContractError: the package has other functions than the contracts.
@@ -52,12 +54,9 @@ def check_package(
         trace = Trace(flow)
         results += [
             states_as_declared(package, function, contract),
-            write_index_from_shapes(flow, trace, contract, "ring"),
-            write_index_from_shapes(flow, trace, contract, "full"),
+            *write_indices_from_shapes(flow, trace, contract),
             write_index_is_definition(package, function, contract),
-            ring_order(flow, contract),
-            full_order(flow, contract),
-            conv_order(flow, contract),
+            *orders(flow, contract),
             mutated_inputs_exactly_states(flow, contract),
             no_whole_state_copy(function, contract),
             dynamic_ranges(package, function, contract),
@@ -82,8 +81,8 @@ def states_as_declared(package: Package, function: Function, contract: ProgramCo
 
 
 def no_whole_state_copy(function: Function, contract: ProgramContract) -> CheckResult:
-    """A state is written once and read at most `MOST_READS` times; a full state is only sliced, and a ring is cast only
-    where the whole program computes in float32."""
+    """A state is written once and read at most `MOST_READS` times; one with a row a token is only sliced, and any
+    other is cast only where the whole program computes in float32."""
     problems, reads, writes = [], 0, 0
     half = any(function.types[name].dtype == "float16" and function.types[name].shape for name in function.constants)
     for state in contract.states:
@@ -95,7 +94,7 @@ def no_whole_state_copy(function: Function, contract: ProgramContract) -> CheckR
         held = {name for op in read for name in op.outputs}
         for op in function.operations:
             takes = held & {name for names in op.inputs.values() for name in names}
-            copies = op.type not in _ROWS if state.kind == "full" else half and op.type == "cast"
+            copies = op.type not in _ROWS if state.cache_kind.grows else half and op.type == "cast"
             if takes and copies:
                 problems.append(f"{op.type} {op.name} takes all rows of {state.name}")
     evidence = f"{reads} reads and {writes} writes of {len(contract.states)} states"
@@ -103,8 +102,8 @@ def no_whole_state_copy(function: Function, contract: ProgramContract) -> CheckR
 
 
 def dynamic_ranges(package: Package, function: Function, contract: ProgramContract) -> CheckResult:
-    """Every dynamic axis has the declared range, as a range; beside it no input lists shapes or is fixed, which Core ML
-    takes for a list of one."""
+    """Every dynamic axis has the declared range, as a range. No other input lists shapes or is fixed: Core ML takes a
+    fixed shape for a list of one."""
     problems, shown = [], []
     records = {record.name: record.type.multiArrayType for record in package.descriptions()[function.name].input}
     declared = contract.interface.inputs[:2]
@@ -131,8 +130,8 @@ def dynamic_ranges(package: Package, function: Function, contract: ProgramContra
 
 
 def weights_stored_once(package: Package, program: str, limits: FileLimits) -> CheckResult:
-    """Repeated bytes of the weights file stay below a small share of the unique ones, over all functions; a large
-    constant repeats another in whatever order it holds the same numbers."""
+    """Repeated bytes of the weights file stay below a small share of the unique ones, over all functions. A large
+    constant with the same numbers in another order counts as repeated."""
     content: dict[bytes, list[int]] = {}
     for blob in {blob.offset: blob for blob in package.blobs()}.values():
         data = package.weights[blob.offset : blob.offset + blob.size].data

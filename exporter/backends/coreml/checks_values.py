@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from exporter.backends.coreml.package import Function, Package
+from exporter.backends.coreml.file import Function, Package
 from exporter.graph.contract import ProgramContract
 from exporter.spec import CheckResult
 
@@ -17,10 +17,10 @@ _SIXTEEN = frozenset({"int16", "uint16"})
 
 
 def exact_index_arithmetic(function: Function, contract: ProgramContract) -> CheckResult:
-    """Positions, slots and masks are computed in int32 and bool, angles in float32: float16 holds no integer above
-    2048 exactly, and 16-bit integers end at 32767.
+    """Positions, slots and masks are computed in int32 and bool, angles in float32: float16 is not exact for integers
+    above 2048, and 16-bit integers end at 32767.
 
-    A position may leave the integers as a float32; what descends from it is float32 until a cosine or sine is taken.
+    A position may be converted to float32; what is computed from it is float32 until a cosine or sine is taken.
     """
     problems, casts = [], 0
     positions: set[str] = set()

@@ -1,6 +1,6 @@
 """Where the writes of a saved function land, computed for concrete lengths.
 
-Letters: Q query_len, S seq_len, C capacity of a ring.
+Letters: Q query_len, S seq_len, C rows of a state.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from exporter.backends.coreml.file import Function, Operation, Package
+from exporter.backends.coreml.flow import producers
 from exporter.backends.coreml.lengths import Lengths, NotComputable
-from exporter.backends.coreml.mil_flow import producers
-from exporter.backends.coreml.package import Function, Operation, Package
 from exporter.graph.contract import ProgramContract
 from exporter.graph.index_proof import Lengths as Call
 from exporter.graph.index_proof import sample_lengths
@@ -21,12 +21,12 @@ from exporter.spec import CheckResult, StateSpec
 def write_index_is_definition(package: Package, function: Function, contract: ProgramContract) -> CheckResult:
     """Computed for sampled lengths, every write covers the rows the definition says.
 
-    A slice starts at ``(S - Q) mod C`` in a ring and at S - Q in a full state, and is Q rows long. A ring rewritten by
-    a gather over itself and the chunk takes, for each slot, the chunk's newest token congruent to it, and itself where
-    there is none.
+    A slice starts at the row of position S - Q (``(S - Q) mod C`` in a ring) and is Q rows long. A state rewritten by a
+    gather over itself and the chunk takes, for each row, the chunk's newest token that belongs on it, or the old row
+    where there is none.
     """
     calls = sample_lengths(contract)
-    states = {state.name: state for state in contract.states if state.kind != "conv"}
+    states = contract.positional
     made = producers(function)
     problems, kinds = [], {"slice_update": 0, "gather": 0}
     for operation in function.operations:
@@ -48,7 +48,7 @@ def write_index_is_definition(package: Package, function: Function, contract: Pr
 
 @dataclass(frozen=True)
 class Write:
-    """The operator that makes the new content of a state."""
+    """The operator that computes the new content of a state."""
 
     package: Package
     function: Function
@@ -56,7 +56,7 @@ class Write:
     operation: Operation
 
     def problem(self, calls: list[Call]) -> str | None:
-        """The first thing wrong with it."""
+        """The first problem, if there is one."""
         if not self.starts_from_the_state():
             return f"{self.state.name} is written from {self.operation.name}, which does not start from its own rows"
         for call in calls:
@@ -75,7 +75,7 @@ class Write:
         return None
 
     def starts_from_the_state(self) -> bool:
-        """Whether the rows that stay are the state's own: a slice's base, or the first part of a gather's source."""
+        """Whether unchanged rows are the state's own: a slice's base, or the first part of a gather's source."""
         made = producers(self.function)
         (base,) = self.operation.inputs["x"]
         if self.operation.type == "gather":
@@ -90,7 +90,7 @@ class Write:
         begin, end = (lengths.one(self.operation, name).tolist() for name in ("begin", "end"))
         free = lengths.one(self.operation, "end_mask") if self.operation.one("end_mask") else [False] * len(end)
         shape = self.state.shape()
-        start = call.offset % self.state.rows if self.state.kind == "ring" else call.offset
+        start = self.state.cache_kind.row_of(call.offset, self.state.rows)
         want = [shape[0], start + call.query_len, *shape[2:]]
         if begin != [0, start, *(0 for _ in shape[2:])] or any(
             got != expected and not open_ended for got, expected, open_ended in zip(end, want, free, strict=True)
@@ -99,16 +99,18 @@ class Write:
         return None
 
     def gather(self, lengths: Lengths, call: Call) -> str | None:
-        taken, want = lengths.one(self.operation, "indices"), ring_sources(self.state.rows, call)
+        taken, want = lengths.one(self.operation, "indices"), row_sources(self.state, call)
         if taken.shape != want.shape:
             return f"{taken.shape} indices, expected {want.shape}"
         wrong = np.flatnonzero(taken != want)
         return f"slot {wrong[0]} takes row {taken[wrong[0]]}, expected {want[wrong[0]]}" if wrong.size else None
 
 
-def ring_sources(capacity: int, call: Call) -> np.ndarray:
-    """The row of ``[ring, chunk]`` that each slot takes, int64 ``[C]``, slowly and from the definition."""
-    sources = np.arange(capacity)
+def row_sources(state: StateSpec, call: Call) -> np.ndarray:
+    """The row of ``[state, chunk]`` that each row takes, int64 ``[C]``, directly from the definition."""
+    sources = np.arange(state.rows)
     for position in range(call.offset, call.seq_len):
-        sources[position % capacity] = capacity + position - call.offset
+        row = state.cache_kind.row_of(position, state.rows)
+        if row is not None:
+            sources[row] = state.rows + position - call.offset
     return sources

@@ -1,7 +1,7 @@
 """Traced methods to one multifunction package whose functions share every weight.
 
-Both functions are converted to MIL over the same memory, put into one program and written once: saving two packages,
-loading them again and comparing their weights would take several times as long and hold every weight several times.
+Both functions are converted to MIL over the same memory, put into one program and written once. Saving two packages and
+merging them would take several times as long and hold every weight several times.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from coremltools.converters.mil.mil import Program, types
 from torch.export import ExportedProgram
 
 from exporter.backends.coreml import cures
-from exporter.backends.coreml.package import DATA, read_spec
-from exporter.programs import Method
+from exporter.backends.coreml.file import DATA, read_spec
+from exporter.spec import MAIN
 
+FUNCTION = "main"
+"""The converter's name for the function of a program."""
 TARGET = ct.target.iOS18
-"""States and multifunction packages begin here."""
+"""The first iOS with states and multifunction packages."""
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the converter's progress bars and its warnings about versions and int64."""
+    """Hide the converter's progress bars and its warnings about versions and int64."""
     logger = logging.getLogger("coremltools")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -47,7 +49,7 @@ def to_mil(program: ExportedProgram) -> Program:
             program,
             convert_to="milinternal",
             minimum_deployment_target=TARGET,
-            # Every type is in the traced program already; float32 here means that no pass chooses any.
+            # Every type is in the traced program already; float32 here keeps the passes from choosing types.
             compute_precision=ct.precision.FLOAT32,
             outputs=[ct.TensorType(name="logits")],
             pass_pipeline=cures.pass_pipeline(),
@@ -63,7 +65,7 @@ def other_types(traced: ExportedProgram, converted: Program) -> list[str]:
     want = {node.name: dtypes.get(str(getattr(node.meta.get("val"), "dtype", None))) for node in traced.graph.nodes}
     return [
         f"{op.op_type} {var.name} is {types.builtin_to_string(var.dtype)}"
-        for op in converted.functions["main"].operations
+        for op in converted.functions[FUNCTION].operations
         for var in op.outputs
         if op.op_type not in {"const", "read_state"}
         and want.get(var.name) is not None
@@ -72,28 +74,28 @@ def other_types(traced: ExportedProgram, converted: Program) -> list[str]:
     ]
 
 
-def merge(functions: Mapping[Method, Program]) -> Program:
+def merge(functions: Mapping[str, Program]) -> Program:
     """One program with a function for each method; constants over the same memory share their bytes in the file."""
     merged = Program()
     for name, program in functions.items():
-        merged.add_function(name, program.functions["main"])
-    merged.default_function_name = "main"
+        merged.add_function(name, program.functions[FUNCTION])
+    merged.default_function_name = MAIN.name
     merged.export_as_multifunction = True
     return merged
 
 
 def memory_of(value: np.ndarray) -> tuple[Any, ...]:
-    """What two arrays over the same memory have in common."""
+    """A key that arrays over the same memory share."""
     return (value.__array_interface__["data"][0], value.shape, value.dtype.str)
 
 
 SMALL = 2**20
-"""Bytes up to which constants are compared by content: the zeros that every linear adds, tables of angles."""
+"""Constants up to so many bytes are compared by content: the zeros that every linear adds, tables of angles."""
 
 
 def share_memory(program: Program) -> None:
-    """Give equal constants one id, by which the writer stores them once: large ones over the same memory, small ones of
-    the same content."""
+    """Give equal constants one id, so that the writer stores them once: large constants over the same memory, small
+    ones with the same content."""
     places: dict[tuple[Any, ...], list[Any]] = {}
     for function in program.functions.values():
         for op in function.operations:

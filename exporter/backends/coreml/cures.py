@@ -1,8 +1,8 @@
-"""What coremltools 9.0 needs to be told before it converts a traced decoder, each with what goes wrong without it.
+"""Workarounds for faults of coremltools 9.0, each with what goes wrong without it.
 
-A cure is one of three things: a translation of an operator (`TRANSLATIONS`), a rewrite of the traced graph
+A workaround is one of three things: a translation of an operator (`TRANSLATIONS`), a rewrite of the traced graph
 (`REWRITES`), or a pass that is left out (`SKIPPED_PASSES`). `tests/lowering/test_coreml_cures.py` converts without each
-in turn and fails as soon as one is needed no more.
+in turn and fails when one is no longer needed.
 
 Letters: Q query_len, rows: rows of a state.
 """
@@ -33,12 +33,12 @@ def state_as_stored(state: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Translation:
-    """How one operator of a traced graph becomes MIL, and the fault of coremltools' own translation, if it has one."""
+    """How one operator of a traced graph becomes MIL, and the fault of coremltools' own translation, if any."""
 
     operator: str
     cures: str
     emit: Callable[[Any, Any, Any], None]
-    """Takes the converter's context, the node, and coremltools' own translation or None."""
+    """Called with the converter's context, the node, and coremltools' own translation or None."""
 
 
 def _remainder(context: Any, node: Any, original: Any) -> None:
@@ -139,7 +139,7 @@ TRANSLATIONS = (
 
 @contextmanager
 def translations() -> Iterator[None]:
-    """Register `TRANSLATIONS`, and put coremltools' own back afterwards."""
+    """Register `TRANSLATIONS`, and restore coremltools' own afterwards."""
     registry = _TORCH_OPS_REGISTRY.name_to_func_mapping
     before = dict(registry)
     try:
@@ -156,7 +156,7 @@ def _named(translation: Translation, original: Any) -> Callable[[Any, Any], None
     def emit(context: Any, node: Any) -> None:
         translation.emit(context, node, original)
 
-    # The registry files a translation under its function's name too; this one must meet no operator's.
+    # The registry also files a translation under its function's name, which must not be that of an operator.
     emit.__name__ = f"ring_exporter_{translation.operator}"
     return emit
 
@@ -194,8 +194,8 @@ def read_states_as_stored(program: ExportedProgram) -> None:
 
 
 def round_numbers(program: ExportedProgram) -> None:
-    """Numbers beside float16 tensors become float16 constants: as float32 they make the whole operation, and all that
-    follows from it, float32."""
+    """Numbers beside float16 tensors become float16 constants: as float32 they would make the operation, and all that
+    follows, float32."""
     for node in list(program.graph.nodes):
         value = node.meta.get("val")
         if node.op == "call_function" and isinstance(value, torch.Tensor) and value.dtype is torch.float16:

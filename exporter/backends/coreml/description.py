@@ -5,23 +5,25 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from exporter.backends.coreml.package import Function, Package
+from exporter.backends.coreml.file import Function, Package
+from exporter.backends.coreml.traits import TRAITS
 from exporter.describe import FileDescription, FunctionDescription, Row
 
 _ARRAY_DTYPES = {65568: "float32", 65600: "float64", 65552: "float16", 131104: "int32", 131080: "int8"}
-"""The numbers of Core ML's array types."""
+"""Core ML's array types by their number."""
 _COMPRESSED = "constexpr_"
 
 
-def describe_package(package: Package) -> FileDescription:
-    """See `SelfDescribing.describe`."""
-    functions = package.functions()
-    descriptions = package.descriptions()
+def describe(file: Package) -> FileDescription:
+    """See `DescriptionModule.describe`."""
+    functions = file.functions()
+    descriptions = file.descriptions()
     return FileDescription(
-        format="coreml",
+        file=file.path.name,
+        format=TRAITS.name,
         functions=tuple(_function(functions[name], descriptions[name]) for name in sorted(functions)),
-        weight_bytes=weight_bytes(package),
-        file_bytes=package.file_bytes,
+        weight_bytes=weight_bytes(file),
+        file_bytes=file.file_bytes,
     )
 
 
@@ -43,9 +45,9 @@ def _row(name: str, array: Any) -> Row:
 
 
 def weight_bytes(package: Package) -> dict[str, int]:
-    """The bytes of the weights file by what they hold, each place once.
+    """The bytes of the weights file by content, each place once.
 
-    Tables of a palette are counted as ``lut``, scales of integers as ``scales``; everything else by its dtype.
+    Tables of a palette count as ``lut``, scales of integers as ``scales``, everything else by its dtype.
     """
     places: dict[int, tuple[str, int]] = {}
     for function in package.functions().values():

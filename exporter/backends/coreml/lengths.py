@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from exporter.backends.coreml.mil_flow import producers
-from exporter.backends.coreml.package import Function, Operation, Package
+from exporter.backends.coreml.file import Function, Operation, Package
+from exporter.backends.coreml.flow import producers
 
 Array = np.ndarray
 

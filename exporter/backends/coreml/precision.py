@@ -1,7 +1,7 @@
-"""The decoder in the number formats Core ML computes in: float16 matrices around the few steps that need float32.
+"""The decoder in Core ML's number formats: float16 matrices, float32 for the few steps that need it.
 
-Every cast is in the decoder before it is traced, so the converted program has the types written here and no pass of the
-converter chooses any. Letters: Q query_len, D hidden_size, R rotary_dim.
+Every cast is in the decoder before it is traced, so the converted program has the types chosen here, none chosen by a
+pass of the converter. Letters: Q query_len, D hidden_size, R rotary_dim.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from dataclasses import dataclass
 
 import torch
 
-from exporter.backends.coreml.cache import CoremlKernels
+from exporter.backends.coreml.kernels import CoremlKernels
 from exporter.model.decoder import Decoder
 from exporter.model.norms import RMSNorm
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Where float32 is kept beside float16 matrices and states. docs/coreml.md says what each choice costs in logits.
+    """The dtype of each part of the decoder. docs/coreml.md says what each choice costs in logits.
 
     Args:
-        matrices: of embeddings, linears, convolutions and experts, and of what flows between them.
+        matrices: embeddings, linears, convolutions and experts, and the activations between them.
         norms: inside an RMSNorm, weights included.
-        softmax: of attention scores, from scale to weights.
-        residual: the sum that runs through the layers.
-        rotation: cos and sin as they meet queries and keys; angles are computed in float32 in any case.
+        softmax: attention scores, from their scaling to the weights.
+        residual: the residual sum.
+        rotation: cos and sin that multiply queries and keys; angles are float32 in any case.
     """
 
     matrices: torch.dtype = torch.float16
@@ -36,11 +36,11 @@ class Precision:
 
 SHIPPED = Precision()
 FLOAT32 = Precision(torch.float32, torch.float32, torch.float32, torch.float32, torch.float32)
-"""Everything but the states, which Core ML stores in float16 only: to be compared with eager models."""
+"""Everything but the states, which Core ML stores in float16 only; for comparison with eager models."""
 
 
 class Cast(torch.nn.Module):
-    """`inner` on inputs of one dtype, with outputs of another."""
+    """`inner`, with inputs of one dtype and outputs of another."""
 
     def __init__(self, inner: torch.nn.Module, takes: torch.dtype | None, gives: torch.dtype) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Cast(torch.nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The inner module's, for whoever ties another to it."""
+        """The inner module's weight, so that others can be tied to it."""
         weight = self.inner.weight
         assert isinstance(weight, torch.Tensor)
         return weight
@@ -70,9 +70,9 @@ class CastTable(torch.nn.Module):
 
 
 def in_precision(decoder: Decoder, precision: Precision) -> Decoder:
-    """A twin of a float32 `decoder` on Core ML's caches; the original and its parameters are left alone.
+    """A copy of a float32 `decoder` on Core ML's caches; the original and its parameters do not change.
 
-    Parameters whose dtype does not change are shared with the original, the others are copied one by one.
+    Parameters whose dtype does not change are shared with the original; the others are copied one by one.
     """
     twin = decoder.with_kernels(CoremlKernels(precision.matrices, precision.softmax))
     norms = {name for name, module in twin.named_modules() if isinstance(module, RMSNorm)}

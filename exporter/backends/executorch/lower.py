@@ -1,7 +1,7 @@
 """Lower traced programs to one ExecuTorch `.pte` with a method each.
 
-The caller owns the states: they are inputs, written in place, and no output. Lowering by itself adds write-back copies
-of whole states and lists them among the outputs; `InPlaceStatePass` removes both.
+The caller owns the states: they are inputs, written in place, not outputs. Lowering adds write-back copies of whole
+states and lists states among the outputs; `InPlaceStatePass` removes both.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
+from executorch.exir.backend import utils
 from executorch.exir.passes import MemoryPlanningPass, ToOutVarPass
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
@@ -25,7 +26,6 @@ from exporter.backends.executorch.inputs import quantized_inputs_shared
 from exporter.backends.executorch.means import means_as_products
 from exporter.backends.executorch.share import share_equal_bytes
 from exporter.machine import release_freed_memory
-from exporter.programs import Method
 from exporter.tricks.deferred_code import deferred_code
 from exporter.tricks.dependency_bits import dependency_bits
 from exporter.tricks.merged_edge_passes import merged_edge_passes
@@ -63,16 +63,16 @@ class InPlaceStatePass(ToOutVarPass):
 
 
 def _is_state(node: Node) -> bool:
-    """An input, or what a copy into an input returns."""
+    """An input, or the result of a copy into an input."""
     copied = node.target is torch.ops.aten.copy_.default and node.args[0]
     return node.op == "placeholder" or (isinstance(copied, Node) and copied.op == "placeholder")
 
 
 def _order_writes(graph: Graph) -> None:
-    """Put every write where its meaning says, whatever the partitioner made of the order.
+    """Restore the order of every write among the reads of its tensor, which the partitioner may have changed.
 
-    A write has no user, so to a graph its place among the readers of the same tensor means nothing, and XNNPACK's
-    partitioner has been seen to schedule a ring's read behind it. By construction (`backends.executorch.cache`),
+    A write has no user, so a graph does not keep its order among the readers of the same tensor: XNNPACK's partitioner
+    has scheduled a ring's read after it. By construction (`backends.executorch.cache`),
     `update_cache_with_indices` follows everything that reads its cache and `update_cache` precedes it. With these as
     dependencies the graph is sorted again; a node moves only where its dependencies make it.
     """
@@ -114,7 +114,7 @@ def _origin(node: Any) -> Any:
 COPIES = (torch.ops.aten.copy.default, torch.ops.aten.copy.out, torch.ops.aten.copy_.default)
 
 
-def _forget_shapes(programs: Mapping[Method, ExportedProgram]) -> None:
+def _forget_shapes(programs: Mapping[str, ExportedProgram]) -> None:
     """Empty torch's caches of shapes, whose keys hold arguments of calls: delegates, with all their weights."""
     FakeTensorMode.cache_clear()
     for program in programs.values():
@@ -151,7 +151,7 @@ def cheap(folder: Path) -> Iterator[None]:
         yield
 
 
-def lower(programs: Mapping[Method, ExportedProgram], path: Path) -> None:
+def lower(programs: Mapping[str, ExportedProgram], path: Path) -> None:
     """Write to `path` a `.pte` with one method for each program, linear algebra delegated to XNNPACK.
 
     `programs` are changed on the way."""
@@ -163,6 +163,7 @@ def lower(programs: Mapping[Method, ExportedProgram], path: Path) -> None:
             partitioner={name: [XnnpackPartitioner()] for name in programs},
             compile_config=EdgeCompileConfig(_check_ir_validity=False),
         )
+        utils.is_same_node.cache_clear()  # a cache of comparisons, which keeps every graph that was cut alive
         config = ExecutorchBackendConfig(
             to_out_var_pass=InPlaceStatePass(),
             memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False),

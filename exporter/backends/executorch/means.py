@@ -1,8 +1,8 @@
 """Means over the last axis as products with a constant row.
 
-XNNPACK takes ``aten.mean`` over two axes of four only, so each RMSNorm would cut the graph in two: 110 delegates in a
-decode step of Gemma 3 270M instead of 20. ``mean(x) = linear(x, [1/d, ..., 1/d])`` is a product like any other, and a
-number that is added to it, a norm's epsilon, its bias.
+XNNPACK takes ``aten.mean`` only over two axes of four, so each RMSNorm would cut the graph in two: 110 delegates in a
+decode step of Gemma 3 270M instead of 20. ``mean(x) = linear(x, [1/d, ..., 1/d])`` is an ordinary product, and a number
+that is added to it, such as a norm's epsilon, becomes its bias.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Let two references to equal bytes share one place in a `.pte`.
 
-A tied embedding is two constants of a lowered program: a tensor the embedding gathers from, and a named blob the
-delegate packs its head from. Both are the same bytes. A segment of a `.pte` is an offset and a size, and nothing
-forbids two segments to overlap, so the blob's segment is pointed into the tensor's and its own copy left out.
+A tied embedding is two constants of a lowered program: a tensor from which the embedding gathers, and a named blob from
+which the delegate packs its head. Both have the same bytes. A segment of a `.pte` is an offset and a size, and segments
+may overlap, so the blob's segment points into the tensor's and its own copy is left out.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from executorch.exir._serialize import _program as pte
 from executorch.exir._serialize._flatbuffer_program import _flatbuffer_to_program, _program_to_flatbuffer
 from executorch.exir._serialize.padding import aligned_size, pad_to
 
-from exporter.graph.pte_plan import HEADER_BYTES, read_pte
+from exporter.backends.executorch.file import HEADER_BYTES, read_pte
 
 SEGMENT_ALIGNMENT = 128
 MIN_BYTES = 4096  # smaller blobs are not worth an unaligned segment
-PIECE = 2**23  # bytes read at a time: the file is never whole in memory
+PIECE = 2**23  # bytes read at a time: the whole file is never in memory
 
 
 def share_equal_bytes(source: Path, target: Path) -> None:

@@ -1,0 +1,90 @@
+"""A saved conversation that somebody else wrote is held to what the kinds of its states keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tiny_models import CacheDType
+from toy import VOCAB, toy_manifest
+
+from runtime_ref.state import State
+from runtime_ref.state_file import StateFileError
+
+Tensors = dict[str, torch.Tensor]
+Forge = Callable[[Tensors, dict[str, str]], None]
+LENGTH, CONTEXT = 12, 96
+
+
+def saved(path: Path, dtype: CacheDType = "float32") -> State:
+    """A conversation of `LENGTH` tokens over all kinds, written to `path`."""
+    state = State(toy_manifest(("ring", "full", "conv"), context=CONTEXT, dtype=dtype))
+    state.ensure_rows(LENGTH)
+    state.advance([7] * LENGTH)
+    state.save(path)
+    return state
+
+
+def put(name: str, tensor: torch.Tensor) -> Forge:
+    return lambda tensors, metadata: tensors.update({name: tensor})
+
+
+def mark(text: str) -> Forge:
+    return lambda tensors, metadata: metadata.update(high_water=text)
+
+
+ROW = (1, 8)
+FORGED: dict[str, tuple[Forge, str]] = {
+    "a state missing": (lambda tensors, _: tensors.pop("layer_2_inputs"), "no layer_2_inputs where"),
+    "a state too many": (put("layer_9_keys", torch.zeros(1)), "also layer_9_keys"),
+    "a ring cut short": (put("layer_0_keys", torch.zeros(1, 7, *ROW)), r"layer_0_keys \[1, 7, 1, 8\] float32 where"),
+    "more full rows than tokens": (put("layer_1_values", torch.zeros(1, LENGTH + 1, *ROW)), r"layer_1_values \[1, 13"),
+    "fewer full rows than tokens": (put("layer_1_keys", torch.zeros(1, LENGTH - 1, *ROW)), r"layer_1_keys \[1, 11"),
+    "heads and rows exchanged": (put("layer_1_keys", torch.zeros(1, 1, LENGTH, 8)), r"layer_1_keys \[1, 1, 12, 8\]"),
+    "another convolution": (put("layer_2_inputs", torch.zeros(1, 3, 8)), r"\[1, 3, 8\] float32 where \[1, 2, 8\] fl"),
+    "another dtype": (put("layer_0_keys", torch.zeros(1, 8, *ROW).half()), r"float16 where \[1, 8, 1, 8\] float32"),
+    "a dtype no state has": (put("layer_0_keys", torch.zeros(1, 8, *ROW).double()), "None where"),
+    "no tokens": (lambda tensors, _: tensors.pop("tokens"), r"tokens \[\] None"),
+    "tokens that are no integers": (put("tokens", torch.zeros(LENGTH)), r"tokens \[12\] float32"),
+    "tokens in two rows": (put("tokens", torch.zeros(1, LENGTH, dtype=torch.int64)), r"tokens \[1, 12\]"),
+    "tokens beyond the context": (put("tokens", torch.zeros(CONTEXT + 1, dtype=torch.int64)), r"tokens \[97\]"),
+    "a token outside the vocabulary": (put("tokens", torch.full((LENGTH,), VOCAB)), "outside the vocabulary"),
+    "a negative token": (put("tokens", torch.full((LENGTH,), -1)), "outside the vocabulary"),
+    "no mark": (lambda _, metadata: metadata.pop("high_water"), "high-water mark ''"),
+    "a mark that is no number": (mark("many"), "high-water mark 'many'"),
+    "a mark below the tokens": (mark(str(LENGTH - 1)), "high-water mark '11'"),
+    "a mark beyond the context": (mark(str(CONTEXT + 1)), "high-water mark '97'"),
+}
+
+
+@pytest.mark.parametrize("forged", FORGED)
+def test_a_forged_file_of_the_right_model_is_refused(tmp_path: Path, forged: str) -> None:
+    """Its version and fingerprint are right: whoever has the bundle can compute them."""
+    path = tmp_path / "talk"
+    state = saved(path)
+    with safe_open(path, framework="pt") as file:
+        tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata())  # noqa: SIM118
+    forge, words = FORGED[forged]
+    forge(tensors, metadata)
+    save_file(tensors, path, metadata)
+    before = [tensor.clone() for tensor in state.tensors]
+    with pytest.raises(StateFileError, match=words):
+        state.load(path)
+    assert state.length == LENGTH and all(map(torch.equal, state.tensors, before))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
+def test_what_is_in_a_file(tmp_path: Path, dtype: CacheDType) -> None:
+    state = saved(tmp_path / "talk", dtype)
+    with safe_open(tmp_path / "talk", framework="pt") as file:
+        shapes = {name: tuple(file.get_tensor(name).shape) for name in file.keys()}  # noqa: SIM118
+    rows = {"ring": 8, "full": LENGTH, "conv": 2}
+    wanted = {spec.name: (1, rows[spec.kind], *spec.row_shape) for spec in state.manifest.states}
+    assert shapes == {"tokens": (LENGTH,), **wanted}
+    again = State(state.manifest)
+    again.load(tmp_path / "talk")
+    assert again.length == LENGTH and again.high_water == LENGTH
