@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
 
 
-@trick(saves="SAVES", made_for=LOWERING)
+@trick(saves="4 of 91 CPU s of an export, more the more layers there are", made_for=LOWERING)
 def sorted_in_place() -> Iterator[None]:
     """What cuts delegates out sorts by `sort_in_place`."""
     from executorch.exir import lowered_backend_module

@@ -17,7 +17,7 @@ MIN_BYTES = 2**16
 """Smaller ones are not worth a file."""
 
 
-@trick(saves="SAVES", made_for=LOWERING)
+@trick(saves="both methods' weights in memory while lowering", made_for=LOWERING)
 def weights_on_disk(folder: Path) -> Iterator[None]:
     """Delegates keep their large weights in `folder`, which must be there until the program is written."""
     from executorch.backends.xnnpack import xnnpack_preprocess

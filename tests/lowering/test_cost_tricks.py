@@ -13,6 +13,8 @@ import pytest
 import torch
 from executorch.backends.xnnpack._passes import XNNPACKPassManager
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+from executorch.exir import to_edge
+from executorch.exir.backend import utils
 from executorch.exir.backend.canonical_partitioners import group_partitioner
 from tiny_models import GLOBAL, SLIDING, decoder_of, model
 from torch.export import export
@@ -25,7 +27,15 @@ from exporter.programs import Limits, trace
 from exporter.progress import Progress
 from exporter.quantization import quantize
 from exporter.spec import PROGRAMS, QuantizationSpec
-from exporter.tricks import base, dependency_bits, needed_passes, shared_copies, sorted_in_place, weights_on_disk
+from exporter.tricks import (
+    base,
+    dependency_bits,
+    needed_dim_order_pass,
+    needed_passes,
+    shared_copies,
+    sorted_in_place,
+    weights_on_disk,
+)
 from exporter.tricks.base import Trick
 
 LIMITS = Limits(max_context_length=64, max_prefill_chunk=32)
@@ -98,10 +108,9 @@ def test_an_export_on_other_versions_is_the_same_and_names_each_trick_once(
 ) -> None:
     """Of a float model; what shares inputs changes a quantised one's program, and is left out here as well."""
     with caplog.at_level(logging.WARNING, logger="exporter.tricks"):
-        for name in ("first", "second"):
-            pipeline.export(load_config(tiny_bundle.with_suffix(".yaml")), tmp_path / name, Progress.silent())
-    assert (tmp_path / "first" / "model.pte").read_bytes() == (tiny_bundle / "model.pte").read_bytes()
-    ours, theirs = (read_bundle(folder).manifest for folder in (tmp_path / "second", tiny_bundle))
+        pipeline.export(load_config(tiny_bundle.with_suffix(".yaml")), tmp_path / "out", Progress.silent())
+    assert (tmp_path / "out" / "model.pte").read_bytes() == (tiny_bundle / "model.pte").read_bytes()
+    ours, theirs = (read_bundle(folder).manifest for folder in (tmp_path / "out", tiny_bundle))
     assert ours.verification == theirs.verification and ours.programs == theirs.programs
     said = sorted(record.getMessage().split(" is left out")[0] for record in caplog.records)
     assert said == sorted([*(f"trick {name}" for name in OF_AN_EXPORT), "sharing of quantised inputs"])
@@ -146,6 +155,7 @@ def test_bits_say_what_the_sets_said(written: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(dependency_bits, "can_merge", both)
     written(decoder)
     assert {(True, True), (False, False)} == set(answers)
+    assert utils.is_same_node.cache_info().currsize == 0, "a cache keeps the graphs"
 
 
 def test_a_pass_whose_operator_is_there_is_kept() -> None:
@@ -196,6 +206,25 @@ def test_what_takes_no_input_is_computed() -> None:
             node.replace_all_uses_with(graph.get_attr("held"))
         graph.erase_node(node)
     assert folds(program)
+
+
+def test_an_operator_that_wants_the_usual_layout_is_looked_at() -> None:
+    """A mean of an image whose channels are last, which stays outside of delegates."""
+
+    class Mean(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.mean(1)
+
+    def operators(x: torch.Tensor) -> list[str]:
+        program = to_edge(export(Mean(), (x,))).to_executorch().exported_program()
+        return [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+
+    plain = torch.ones(2, 3, 4, 5)
+    last = plain.to(memory_format=torch.channels_last)
+    alone = operators(plain), operators(last)
+    with needed_dim_order_pass.needed_dim_order_pass():
+        assert (operators(plain), operators(last)) == alone
+    assert sum("_to_dim_order_copy" in one for one in alone[1]) > sum("_to_dim_order_copy" in one for one in alone[0])
 
 
 def test_the_filter_stays_where_a_linear_cannot_be_taken() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
+from executorch.exir.backend import utils
 from executorch.exir.passes import MemoryPlanningPass, ToOutVarPass
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
@@ -28,6 +29,7 @@ from exporter.machine import release_freed_memory
 from exporter.tricks.deferred_code import deferred_code
 from exporter.tricks.dependency_bits import dependency_bits
 from exporter.tricks.merged_edge_passes import merged_edge_passes
+from exporter.tricks.needed_dim_order_pass import needed_dim_order_pass
 from exporter.tricks.needed_passes import needed_passes
 from exporter.tricks.one_decomposition import one_decomposition
 from exporter.tricks.shared_copies import shared_copies
@@ -130,6 +132,7 @@ def _is_dead_buffer(node: Node) -> bool:
 TRICKS = (
     needed_passes,
     merged_edge_passes,
+    needed_dim_order_pass,
     one_decomposition,
     deferred_code,
     sorted_in_place,
@@ -160,6 +163,7 @@ def lower(programs: Mapping[str, ExportedProgram], path: Path) -> None:
             partitioner={name: [XnnpackPartitioner()] for name in programs},
             compile_config=EdgeCompileConfig(_check_ir_validity=False),
         )
+        utils.is_same_node.cache_clear()  # a cache of comparisons, which keeps every graph that was cut alive
         config = ExecutorchBackendConfig(
             to_out_var_pass=InPlaceStatePass(),
             memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False),
