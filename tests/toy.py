@@ -80,7 +80,8 @@ def toy_manifest(
         programs=(
             ProgramSpec(
                 format="executorch", file="model.pte", options=ExecutorchOptions().model_dump(mode="json"),
-                weights="float32", recipe=recipe_of(model, ExecutorchOptions()), layout="per_layer", max_kl_divergence=0.05,
+                weights="float32", recipe=recipe_of(model, ExecutorchOptions()), layout="per_layer",
+                max_kl_divergence=0.05,
                 states=state_specs(model, policy, context), methods=methods, runtime="executorch 0", operators=(),
             ),
         ),

@@ -284,7 +284,8 @@ def spec_of(rows: int = 5, **functions: str) -> ProgramSpec:
     }  # fmt: skip
     return ProgramSpec(
         format="coreml", file="p.mlpackage", options={"weights": "float16", "keep_int8": []}, weights="float16",
-        recipe=Recipe(kept=()), layout="static", max_kl_divergence=0.001, states=(log,), methods=methods, runtime="coreml", operators=(),
+        recipe=Recipe(kept=()), layout="static", max_kl_divergence=0.001, states=(log,), methods=methods,
+        runtime="coreml", operators=(),
     )  # fmt: skip
 
 
