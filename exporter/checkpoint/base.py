@@ -63,7 +63,10 @@ class Checkpoint(ABC):
     def raw_tensors(self) -> dict[str, Callable[[], torch.Tensor]]:
         """What reads each tensor that is not knowingly ignored, by its name in the files: float32, as it is stored,
         before any transform. For readers of another origin."""
-        return {tensor.key: partial(self._read, tensor) for tensor in self._stored()}
+        return {tensor.key: partial(self._read_whole, tensor) for tensor in self._stored()}
+
+    def _read_whole(self, tensor: StoredTensor) -> torch.Tensor:
+        return self._read(tensor, 0, tensor.shape[0] if tensor.shape else 1)
 
     def reader(self, expected: Mapping[str, tuple[int, ...]]) -> Callable[[str], torch.Tensor]:
         """What reads a parameter from the file each time it is called, by its canonical name, as a contiguous float32
@@ -120,7 +123,7 @@ class Checkpoint(ABC):
         """A piece; only the rows it needs are read."""
         window = source.piece.window
         if window is None:
-            return source.piece.take(*(self._read(t, 0, t.shape[0] if t.shape else 1) for t in source.tensors))
+            return source.piece.take(*map(self._read_whole, source.tensors))
         rows = (self._read(tensor, window.start, window.stop) for tensor in source.tensors)
         return source.piece.within_window().take(*rows)
 
