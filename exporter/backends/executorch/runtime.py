@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from exporter.backends.executorch.file_pages import FilePages, nothing_locked
-from exporter.backends.executorch.options import AttentionKernels, ExecutorchOptions
+from exporter.backends.executorch.options import AttentionKernels
 from exporter.backends.executorch.ring_kernels import loading, use_ring_kernels
 from exporter.backends.executorch.xnnpack import share_packed_weights
 from exporter.errors import BundleError
@@ -41,7 +41,7 @@ def prepare(threads: int | None = None) -> int:
 
 def load(path: Path, program: ProgramSpec) -> PteProgram:
     """See `RuntimeModule.load`."""
-    return PteProgram(path, ExecutorchOptions.model_validate(program.options).kernels, tuple(program.methods))
+    return PteProgram(path, program.options["kernels"], tuple(program.methods))
 
 
 @contextlib.contextmanager
