@@ -48,7 +48,7 @@ def transformers_config(checkpoint: Checkpoint) -> Any:
             with tempfile.TemporaryDirectory() as folder:
                 _write_header(checkpoint.metadata, list(checkpoint.raw_tensors()), Path(folder) / "header.gguf")
                 config = auto.AutoConfig.from_pretrained(folder, gguf_file="header.gguf", local_files_only=True)
-            config.vocab_size = checkpoint.spec.vocab_size
+            config.vocab_size, config._name_or_path = checkpoint.spec.vocab_size, checkpoint.name
         else:
             config = auto.AutoConfig.from_pretrained(str(checkpoint.path), local_files_only=True)
         known = type(config) in auto.MODEL_FOR_CAUSAL_LM_MAPPING

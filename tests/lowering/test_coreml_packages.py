@@ -142,6 +142,8 @@ def test_weights_are_stored_once(weights: Weights) -> None:
     if weights in {"int8", "int4"}:
         assert found["scales"] == sum(p.numel() // (32 if weights == "int4" else p.shape[1]) for p in matrices) * 2
     assert result.program.weights == weights and result.program.operators
+    counted = result.program.recipe.stored_bytes
+    assert counted <= sum(found.values()) <= counted + 4096
 
 
 def test_a_package_describes_itself() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from exporter.backends.executorch.options import AttentionKernels, ExecutorchOptions
+from exporter.backends.executorch.options import AttentionKernels
 from exporter.backends.executorch.ring_kernels import executorch_root, use_ring_kernels
 from exporter.errors import BundleError
 from exporter.quiet import native_stderr_hidden
@@ -40,7 +40,7 @@ def prepare(threads: int | None = None) -> int:
 
 def load(path: Path, program: ProgramSpec) -> PteProgram:
     """See `RuntimeModule.load`."""
-    return PteProgram(path, ExecutorchOptions.model_validate(program.options).kernels, tuple(program.methods))
+    return PteProgram(path, program.options["kernels"], tuple(program.methods))
 
 
 @contextlib.contextmanager
