@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from exporter import verification
-from exporter.backends import build_module, traits
+from exporter.backends import build_module, require_packages, traits
 from exporter.bundle import Bundle, read_bundle, write_bundle
 from exporter.cache.interface import CacheKernels
 from exporter.checkpoint import Checkpoint, open_checkpoint
@@ -112,6 +112,7 @@ def export(config: ExportConfig, out: Path, progress: Progress) -> Bundle:
         with progress.step("open checkpoint") as detail:
             source = open_source(config)
             for target in config.targets:  # what a format cannot carry is said before any work
+                require_packages(target)
                 source.states(target)
                 source.recipe(target)
             detail(source.checkpoint.name)

@@ -38,6 +38,7 @@ __all__ = [
     "file_module",
     "format_of_suffix",
     "formats",
+    "require_packages",
     "runtime_module",
     "traits",
 ]
@@ -78,43 +79,44 @@ def format_of_suffix(suffix: str) -> str | None:
     return next((name for name, record in _found().items() if record.suffix == suffix), None)
 
 
-def _module(name: str, role: str) -> Any:
-    """A module of a format's folder.
-
-    Raises:
-        MissingPackageError: the packages of the format are not installed.
-    """
-    record = traits(name)
-    if record.extra is not None:
-        require(record.distributions, record.extra)
-    return importlib.import_module(f"{__name__}.{name}.{role}")
-
-
-def build_module(name: str) -> BuildModule:
-    """What writes programs of the format. Raises as `checks_module`."""
-    module: BuildModule = _module(name, "build")
-    return module
-
-
-def file_module(name: str) -> FileModule:
-    """What reads its files. Raises as `checks_module`."""
-    module: FileModule = _module(name, "file")
-    return module
-
-
-def description_module(name: str) -> DescriptionModule:
-    """What says what is in them. Raises as `checks_module`."""
-    module: DescriptionModule = _module(name, "description")
-    return module
-
-
-def checks_module(name: str) -> ChecksModule:
-    """What holds them to the graph contract.
+def require_packages(name: str) -> None:
+    """Import nothing, and refuse a format that cannot work here.
 
     Raises:
         ConfigError: there is no such format.
         MissingPackageError: its packages are not installed.
     """
+    record = traits(name)
+    if record.extra is not None:
+        require(record.distributions, record.extra)
+
+
+def _module(name: str, role: str) -> Any:
+    """A module of a format's folder. Raises as `require_packages`."""
+    require_packages(name)
+    return importlib.import_module(f"{__name__}.{name}.{role}")
+
+
+def build_module(name: str) -> BuildModule:
+    """What writes programs of the format. Raises as `require_packages`."""
+    module: BuildModule = _module(name, "build")
+    return module
+
+
+def file_module(name: str) -> FileModule:
+    """What reads its files. Raises as `require_packages`."""
+    module: FileModule = _module(name, "file")
+    return module
+
+
+def description_module(name: str) -> DescriptionModule:
+    """What says what is in them. Raises as `require_packages`."""
+    module: DescriptionModule = _module(name, "description")
+    return module
+
+
+def checks_module(name: str) -> ChecksModule:
+    """What holds them to the graph contract. Raises as `require_packages`."""
     module: ChecksModule = _module(name, "checks")
     return module
 

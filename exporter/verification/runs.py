@@ -1,4 +1,4 @@
-"""Models at work on the calls that verification makes: a session's program, or an eager model layer by layer.
+"""Runs models on the calls that verification makes: a session's program, or an eager model layer by layer.
 
 Letters: V vocab_size. What the runs said is compared in `compare`.
 """

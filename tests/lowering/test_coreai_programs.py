@@ -26,6 +26,7 @@ from exporter.graph import ProgramContract
 from exporter.model.decoder import Decoder, parameter_shapes
 from exporter.programs import Limits
 from exporter.spec import ModelSpec
+from runtime_ref.programs import CheckedProgram
 
 # Rings of 8 rows: single tokens first, chunks longer than the ring, chunks that straddle its end, 7 turns in all.
 PIECES = (1, 1, 2, 5, 20, 1, 1, 7, 3, 1, 17, 1)
@@ -221,19 +222,14 @@ def test_a_block_of_equal_weights_is_stored_as_one_number_and_read_back_as_all(t
 
 def test_chunks_go_through_prefill_and_single_tokens_through_main(tiny_gemma: tuple[Decoder, Built, Path]) -> None:
     pair = Pair(*tiny_gemma)
+    program = CheckedProgram(pair.program)
     before = [state.clone() for state in pair.states[0]]
     with pytest.raises(RuntimeLimitError, match="exactly 1"):
-        pair.program.run("main", torch.tensor([[1, 2]]), torch.arange(2)[None], pair.states[0])
+        program.run("main", torch.tensor([[1, 2]]), torch.arange(2)[None], pair.states[0])
     with pytest.raises(RuntimeLimitError, match="2 or more"):
-        pair.program.run("prefill", torch.tensor([[1]]), torch.arange(1)[None], pair.states[0])
-    assert all(
-        torch.equal(
-            a,
-            b,
-        )
-        or bool(a.isnan().all())
-        for a, b in zip(before, pair.states[0], strict=True)
-    )
+        program.run("prefill", torch.tensor([[1]]), torch.arange(1)[None], pair.states[0])
+    pairs = zip(before, pair.states[0], strict=True)
+    assert all(torch.equal(a, b) or bool(a.isnan().all()) for a, b in pairs)
 
 
 def test_rings_of_two_sizes_do_not_share_a_stack() -> None:

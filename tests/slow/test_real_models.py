@@ -13,11 +13,11 @@ from exporter.config import load_config
 from exporter.english import english_ids
 from exporter.programs import ProgramModule, trace
 from exporter.progress import Progress
-from exporter.spec import PROGRAMS
+from exporter.spec import PROGRAMS, program_for
 from exporter.tokenizer import write_tokenizer
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-FLOATS = {"quantization": "none", "cache.dtype": "float32"}
+FLOATS = {"executorch.quantization": "none", "cache.dtype": "float32"}
 # 1,560 tokens: more than three windows of 512, with chunks that straddle the ring's end at every turn.
 PIECES = [1, 1, 2, 7, 8, 9, 63, 64, 512, 1, 129, 300, 1, 1, 461]
 
@@ -42,7 +42,7 @@ def test_exported_programs_equal_eager_on_logits_and_every_state(model: str, ker
     seq_len = 0
     for piece in PIECES:
         seq_len += piece
-        method: str = "main" if piece == 1 else "prefill"
+        method = program_for(piece).name
         inputs = ids[:, seq_len - piece : seq_len], torch.arange(seq_len)[None]
         with torch.no_grad():
             want, got = eager[method](*inputs, *states), exported[method](*inputs, *twins)

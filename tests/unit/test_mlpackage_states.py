@@ -18,6 +18,7 @@ from exporter.backends.coreml.evaluator.states import plan
 from exporter.backends.coreml.runtime import MLPackageProgram
 from exporter.errors import BundleError, RuntimeLimitError
 from exporter.spec import PROGRAMS, MethodSpec, ProgramSpec, Recipe, StateSpec
+from runtime_ref.programs import CheckedProgram
 
 if importlib.util.find_spec("coremltools") is None:  # importing it would take seconds
     pytest.skip("coremltools is not installed", allow_module_level=True)
@@ -320,8 +321,10 @@ def test_limits_that_the_package_declares(tmp_path: Path) -> None:
         call(program, [4], 6, states)
     with pytest.raises(RuntimeLimitError, match=r"input_ids \[1, 4\]; expected input_ids \[1, 2..3\]"):
         call(program, [4] * 4, 5, states)
-    with pytest.raises(RuntimeLimitError, match="2 tokens; expected exactly 1"):
+    with pytest.raises(RuntimeLimitError, match=r"input_ids \[1, 2\]; expected input_ids \[1, 1\]"):
         program.run("main", torch.tensor([[1, 2]]), torch.arange(2)[None], states)
+    with pytest.raises(RuntimeLimitError, match="2 tokens; expected exactly 1"):
+        CheckedProgram(program).run("main", torch.tensor([[1, 2]]), torch.arange(2)[None], states)
     for wrong in (torch.zeros(1, 4, 1, dtype=torch.float16), torch.zeros(1, 5, 1)):
         with pytest.raises(RuntimeLimitError, match=r"state log .*expected fp16 \[1, 5, 1\]"):
             call(program, [4], 1, [wrong])

@@ -14,6 +14,7 @@ from toy import VOCAB, oracle, toy_bundle, toy_manifest, toy_program
 from exporter.errors import BundleError, RuntimeLimitError
 from exporter.spec import Manifest
 from runtime_ref import load
+from runtime_ref.programs import CheckedProgram
 from runtime_ref.score import score
 from runtime_ref.session import Session
 
@@ -211,7 +212,7 @@ def test_a_saved_conversation_goes_on_in_another_session(tmp_path: Path) -> None
 
 def test_prefill_and_main_refuse_each_others_lengths() -> None:
     manifest = toy_manifest(MIXED)
-    program, states = toy_program(manifest), Session(manifest, toy_program(manifest)).state.tensors
+    program, states = CheckedProgram(toy_program(manifest)), Session(manifest, toy_program(manifest)).state.tensors
     two, one = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
     with pytest.raises(RuntimeLimitError, match=r"program main: got 2 tokens; expected exactly 1. .*`prefill`"):
         program.run("main", two, two, states)
