@@ -194,7 +194,8 @@ def test_reduced_weights_are_the_rounding_they_say(
                 parameter.copy_(rounded(parameter, grid))
                 elements[grid] += parameter.numel()
     built = build_into(decoder, tmp_path, weights, keep_int8=keep_int8)
-    assert built.program.options == {"weights": weights, "keep_int8": list(keep_int8)}
+    wanted = {"weights": weights, "keep_int8": list(keep_int8), "max_kl_divergence": None}
+    assert built.program.options == wanted
     assert built.program.weights == (f"{weights}, int8 in {' '.join(keep_int8)}" if keep_int8 else weights)
     assert worst(Pair(expected, built, tmp_path), (1, 20, 1, 5)) < CLOSE
     stored = describe(read_file(tmp_path / "model.aimodel")).weight_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,12 +22,13 @@ from exporter.bundle import Bundle, read_bundle
 from exporter.cache.plain import PlainKernels
 from exporter.config import load_config
 from exporter.errors import RuntimeLimitError, VerificationError
+from exporter.grids.base import Stored
 from exporter.model.decoder import Decoder
 from exporter.model.mlp import gelu_tanh
 from exporter.programs import trace
 from exporter.progress import Progress
 from exporter.quantization.gptq import Gptq
-from exporter.spec import PROGRAMS, Comparison
+from exporter.spec import PROGRAMS, Comparison, GridSpec
 from exporter.verification import judge
 from runtime_ref.session import Session
 
@@ -234,17 +236,18 @@ def test_a_broken_quantiser_is_refused_though_the_program_is_its_eager_model(
     int8_bundle: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Scales half as large again: a bound that follows from the eager model's own divergence would be met."""
-    rounded, compare, seen = Gptq.int8, verification.compare_with_eager, []
+    rounded, compare, seen = Gptq.store, verification.compare_with_eager, []
 
-    def scaled(self: Gptq, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        codes, scales = rounded(self, weight)
-        return codes, 1.5 * scales
+    def scaled(self: Gptq, weight: torch.Tensor, kept: GridSpec) -> Stored:
+        stored = rounded(self, weight, kept)
+        assert stored.scales is not None
+        return replace(stored, scales=1.5 * stored.scales)
 
     def spy(*runs: verification.Run) -> list[Comparison]:
         seen.extend(compare(*runs))
         return seen
 
-    monkeypatch.setattr(Gptq, "int8", scaled)
+    monkeypatch.setattr(Gptq, "store", scaled)
     monkeypatch.setattr(verification, "compare_with_eager", spy)
     with pytest.raises(VerificationError, match=r"against float eager: got mean KL divergence"):
         pipeline.export(load_config(int8_bundle.with_suffix(".yaml")), tmp_path / "out", Progress.silent())

@@ -168,14 +168,13 @@ def test_a_model_that_was_read_right_passes(tmp_path: Path, model_type: str) -> 
 def test_a_model_that_was_read_wrong_is_refused(tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = saved(tmp_path, tiny_model("mistral"))
     if fault == "swapped":
-        target, swapped = checkpoint.family.target_from_hf, {"gate_proj": "up_proj", "up_proj": "gate_proj"}
+        read = checkpoint.reader
 
-        def wrong(key: str, spec: Any) -> Any:
-            layer, _, name = key.rpartition("mlp.")
-            name, _, kind = name.partition(".")
-            return target(f"{layer}mlp.{swapped[name]}.{kind}" if name in swapped else key, spec)
+        def wrong(expected: Any) -> Any:
+            own, swapped = read(expected), {"gate_proj": "up_proj", "up_proj": "gate_proj"}
+            return lambda name: own(".".join(swapped.get(part, part) for part in name.split(".")))
 
-        monkeypatch.setattr(checkpoint.family, "target_from_hf", wrong)
+        monkeypatch.setattr(checkpoint, "reader", wrong)
     else:
         layers = list(checkpoint.spec.layers)
         mixer = layers[1].mixer

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from recipes import quantize_by, recipe_of
 from tiny_models import GLOBAL, SLIDING, CacheDType, decoder_of, model, one_thread, randomize, token_ids  # noqa: F401
 from toy import toy_manifest
 
@@ -14,7 +15,7 @@ from exporter.cache.interface import States
 from exporter.cache.plain import FullKVCache, PlainKernels, RingKVCache
 from exporter.errors import VerificationError
 from exporter.model.decoder import Decoder
-from exporter.quantization import QuantizedLinear, quantize
+from exporter.quantization import QuantizedLinear
 from exporter.spec import EAGER, PRESETS, CachePolicy, Comparison, Manifest
 from exporter.verification import Calls, compare_with_eager, eager_session, judge, run
 from exporter.verification.judge import rounding_of
@@ -34,10 +35,12 @@ KINDS: dict[str, tuple[str, CacheDType]] = {
 def of_kind(kind: str) -> tuple[Manifest, Decoder]:
     preset, dtype = KINDS[kind]
     decoder = decoder_of(SPEC, context=CONTEXT, dtype=dtype)
-    quantize(decoder, PRESETS[preset], torch.tensor([token_ids(100, seed=3)]))
+    quantize_by(PRESETS[preset], decoder, torch.tensor([token_ids(100, seed=3)]))
     manifest = toy_manifest(context=CONTEXT, chunk=64)
-    update = {"model": SPEC, "cache": CachePolicy(dtype=dtype, initial_rows=64), "quantization": PRESETS[preset]}
+    update = {"model": SPEC, "cache": CachePolicy(dtype=dtype, initial_rows=64)}
     manifest = manifest.model_copy(update=update).with_states(decoder.states)
+    program = manifest.program.model_copy(update={"recipe": recipe_of(SPEC, PRESETS[preset])})
+    manifest = manifest.model_copy(update={"programs": (program,)})
     assert rounding_of(manifest) == kind
     return manifest, decoder
 
