@@ -10,6 +10,7 @@ import pytest
 import tiny_models
 import torch
 from coreai_models import LIMITS, stacked_states
+from recipes import recipe_of
 from tiny_models import one_thread  # noqa: F401
 
 from exporter import programs
@@ -17,6 +18,7 @@ from exporter.backends.coreai.bytecode import stored_blobs
 from exporter.backends.coreai.checks import check_function, weights_stored_once
 from exporter.backends.coreai.convert import convert
 from exporter.backends.coreai.file import Asset, Function
+from exporter.backends.coreai.options import CoreAIOptions
 from exporter.cache import masks, plain
 from exporter.cache.interface import States
 from exporter.graph import ProgramContract
@@ -154,7 +156,9 @@ def save(method: str, fault: str, path: Path, monkeypatch: pytest.MonkeyPatch) -
         traced = tiny_models.randomize(Decoder(SPEC, static, FaultyKernels("")))
     kind = PROGRAMS[method]
     program = convert(
-        {method: trace(traced, kind, LIMITS, "int32")}, {method: method_spec(traced, kind, LIMITS, "int32")}, {}
+        {method: trace(traced, kind, LIMITS, "int32")},
+        {method: method_spec(traced, kind, LIMITS, "int32")},
+        recipe_of(traced.spec, CoreAIOptions(weights="float32")),
     )
     program.save_asset(path)
     return path, ProgramContract(method, method_spec(decoder, kind, LIMITS, "int32"), decoder.states)
