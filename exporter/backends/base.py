@@ -5,13 +5,23 @@ Imports no torch: `runtime_ref` and the configuration read the traits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from exporter.spec import CheckResult, DType, FormatOptions, Layout, Manifest, ProgramSpec, Recipe
+from exporter.spec import (
+    CheckResult,
+    DType,
+    FormatOptions,
+    Layout,
+    Manifest,
+    MethodSpec,
+    ProgramSpec,
+    Recipe,
+    StateSpec,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,6 +127,26 @@ class Built:
 
     program: ProgramSpec
     checks: tuple[CheckResult, ...]
+
+
+def program_spec(
+    traits: FormatTraits, options: FormatOptions, recipe: Recipe, states: tuple[StateSpec, ...],
+    methods: Mapping[str, MethodSpec], *, runtime: str, operators: Iterable[str],
+) -> ProgramSpec:  # fmt: skip
+    """What a manifest says of a program that was just built; `operators` in any order."""
+    return ProgramSpec(
+        format=traits.name,
+        file=traits.file,
+        options=options.model_dump(mode="json"),
+        weights=options.described(recipe),
+        recipe=recipe,
+        layout=traits.layout,
+        max_kl_divergence=options.ceiling(state.dtype for state in states),
+        states=states,
+        methods=dict(methods),
+        runtime=runtime,
+        operators=tuple(sorted(operators)),
+    )
 
 
 class BuildModule(Protocol):

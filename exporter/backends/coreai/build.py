@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch.export import ExportedProgram
 
-from exporter.backends.base import Built, Step
+from exporter.backends.base import Built, Step, program_spec
 from exporter.backends.coreai.checks import check_asset
 from exporter.backends.coreai.convert import convert
 from exporter.backends.coreai.description import describe
@@ -27,7 +27,7 @@ from exporter.graph.fx_flow import flow_of
 from exporter.graph.provenance import Trace
 from exporter.model.decoder import Decoder
 from exporter.programs import Limits, method_spec, trace
-from exporter.spec import MAIN, PREFILL, PROGRAMS, CacheKind, CheckResult, Manifest, ProgramSpec, Recipe
+from exporter.spec import MAIN, PREFILL, PROGRAMS, CacheKind, CheckResult, Manifest, Recipe
 from exporter.units import in_unit
 
 METADATA_FILE = "metadata.json"
@@ -66,18 +66,15 @@ def build(
         refuse_failed(lowered)
         detail(f"{len(lowered)} checks passed")
     operators = {name for function in describe(asset).functions for name in function.operators}
-    spec = ProgramSpec(
-        format=TRAITS.name,
-        file=TRAITS.file,
-        options=options.model_dump(mode="json"),
-        weights=options.described(recipe),
-        recipe=recipe,
-        layout=TRAITS.layout,
-        max_kl_divergence=options.ceiling(state.dtype for state in decoder.states),
-        states=decoder.states,
-        methods={method: own.interface for method, own in contracts.items()},
+    methods = {method: own.interface for method, own in contracts.items()}
+    spec = program_spec(
+        TRAITS,
+        options,
+        recipe,
+        decoder.states,
+        methods,
         runtime=f"coreai-core-{version('coreai-core')}-interpreter",
-        operators=tuple(sorted(operators)),
+        operators=operators,
     )
     return Built(spec, (*checks, *lowered))
 

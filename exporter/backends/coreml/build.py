@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from exporter.backends.base import Built, Step
+from exporter.backends.base import Built, Step, program_spec
 from exporter.backends.coreml.kernels import CoremlKernels
 from exporter.backends.coreml.options import CoreMLOptions
 from exporter.backends.coreml.traits import TRAITS
@@ -12,7 +12,7 @@ from exporter.cache.interface import CacheKernels
 from exporter.graph.contract import ProgramContract, refuse_failed
 from exporter.model.decoder import Decoder
 from exporter.programs import Limits, method_spec
-from exporter.spec import PROGRAMS, Manifest, MethodSpec, ProgramKind, ProgramSpec, Recipe
+from exporter.spec import PROGRAMS, Manifest, MethodSpec, ProgramKind, Recipe
 from exporter.units import in_unit
 
 RUNTIME = "iOS 18, macOS 15"
@@ -64,20 +64,8 @@ def build(
         refuse_failed(checks)
         description = describe(package)
         detail(f"{len(checks)} checks passed, {in_unit(description.file_bytes, 'MB', 0)}")
-    operators = sorted({name for function in description.functions for name in function.operators})
-    spec = ProgramSpec(
-        format=TRAITS.name,
-        file=TRAITS.file,
-        options=options.model_dump(mode="json"),
-        weights=options.described(recipe),
-        recipe=recipe,
-        layout=TRAITS.layout,
-        max_kl_divergence=options.ceiling(state.dtype for state in decoder.states),
-        states=decoder.states,
-        methods=interfaces,
-        runtime=RUNTIME,
-        operators=tuple(operators),
-    )
+    operators = {name for function in description.functions for name in function.operators}
+    spec = program_spec(TRAITS, options, recipe, decoder.states, interfaces, runtime=RUNTIME, operators=operators)
     return Built(spec, tuple(checks))
 
 

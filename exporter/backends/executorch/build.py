@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch.export import ExportedProgram
 
-from exporter.backends.base import Built, Step
+from exporter.backends.base import Built, Step, program_spec
 from exporter.backends.executorch.checks import check_lowered, runtime_registry
 from exporter.backends.executorch.file import read_pte
 from exporter.backends.executorch.kernels import ExecutorchKernels, StockKernels
@@ -24,7 +24,7 @@ from exporter.graph import ProgramContract, check_exported, refuse_failed
 from exporter.model.decoder import Decoder
 from exporter.programs import Limits, method_spec, trace
 from exporter.quantization.modules import QuantizedLinear
-from exporter.spec import PROGRAMS, CheckResult, Manifest, ProgramSpec, Recipe
+from exporter.spec import PROGRAMS, CheckResult, Manifest, Recipe
 from exporter.units import in_unit
 
 
@@ -58,21 +58,10 @@ def build(
             lowered = check_lowered(data, contracts, operators)
             refuse_failed(lowered)
             file = read_pte(data)
-        outside = sorted({name for plan in file.plans.values() for name in plan.operators_called()})
+        outside = {name for plan in file.plans.values() for name in plan.operators_called()}
         detail(f"{sum(check.passed for check in lowered)} checks passed")
-    program = ProgramSpec(
-        format=TRAITS.name,
-        file=TRAITS.file,
-        options=options.model_dump(mode="json"),
-        weights=options.described(recipe),
-        recipe=recipe,
-        layout=TRAITS.layout,
-        max_kl_divergence=options.ceiling(state.dtype for state in decoder.states),
-        states=decoder.states,
-        methods={name: method_spec(decoder, kind, limits) for name, kind in PROGRAMS.items()},
-        runtime=runtime,
-        operators=tuple(outside),
-    )
+    methods = {name: method_spec(decoder, kind, limits) for name, kind in PROGRAMS.items()}
+    program = program_spec(TRAITS, options, recipe, decoder.states, methods, runtime=runtime, operators=outside)
     return Built(program, (*checks, *lowered))
 
 
