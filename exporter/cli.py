@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.pretty import Pretty
 
 from exporter.config import load_config
+from exporter.console import results
 from exporter.errors import ConfigError, UserError
 from exporter.quiet import native_stderr_hidden, quieten_libraries
 from exporter.tricks.rare_collections import rare_collections
@@ -31,9 +32,7 @@ app = typer.Typer(
 )
 # One console on stderr for progress, one on stdout for results.
 messages = Console(stderr=True)
-output = Console()
-if not output.is_terminal:
-    output = Console(width=160)  # a log is not 80 columns wide
+output = results()
 
 ModelOption = Annotated[
     Path, typer.Option("--model", help="The YAML file of the export, e.g. configs/gemma3_270m.yaml.")

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from exporter.bundle import Bundle, read_bundle
+from exporter.console import results
 from exporter.errors import ConfigError, UserError
 from exporter.lengths import parse_lengths
 from exporter.quiet import quieten_libraries
@@ -134,7 +134,7 @@ def memory(
         saved = 1 - cost.allocated_bytes / cost.full_bytes
         sizes = [in_unit(count, "MiB") for count in (cost.allocated_bytes, cost.full_bytes)]
         costs.add_row(str(cost.tokens), *sizes, f"{saved:.0%}")
-    console = Console()
+    console = results()
     console.print(kinds)
     console.print(costs)
 
@@ -169,7 +169,7 @@ def bench(
     found = measure(
         opened, english_tokens(opened), threads=threads, prefills=lengths[0], contexts=lengths[1], scoring=nll
     )
-    console = Console()
+    console = results()
     for table in tables(found):
         console.print(table)
     if json_file is not None:

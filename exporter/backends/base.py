@@ -50,7 +50,7 @@ class Effort(NamedTuple):
 
     def within(self, context: int) -> Effort:
         """As much of it as a context of so many tokens has room for."""
-        greedy = min(self.greedy, context // 4)
+        greedy = min(self.greedy, (context - 2) // 2)
         tokens = min(self.tokens, context - greedy)
         return self._replace(tokens=tokens, greedy=greedy, tail=min(self.tail, tokens // 2))
 

@@ -16,6 +16,7 @@ from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPar
 from executorch.exir import to_edge
 from executorch.exir.backend import utils
 from executorch.exir.backend.canonical_partitioners import group_partitioner
+from recipes import quantize_by
 from tiny_models import GLOBAL, SLIDING, decoder_of, model
 from torch.export import export
 
@@ -25,7 +26,6 @@ from exporter.bundle import read_bundle
 from exporter.config import load_config
 from exporter.programs import Limits, trace
 from exporter.progress import Progress
-from exporter.quantization import quantize
 from exporter.spec import PROGRAMS, QuantizationSpec
 from exporter.tricks import (
     base,
@@ -78,7 +78,7 @@ def test_no_trick_changes_a_byte(
 ) -> None:
     """With all of them, every tensor of more than 256 bytes shared and put on disk, and with none."""
     decoder = decoder_of(model(SLIDING, GLOBAL), kernels=kernels, dtype=dtype, context=64)
-    quantize(decoder, QuantizationSpec(linear=linear))
+    quantize_by(QuantizationSpec(linear=linear), decoder)
     monkeypatch.setattr(shared_copies, "MIN_BYTES", 256)
     monkeypatch.setattr(weights_on_disk, "MIN_BYTES", 256)
     passes = counting(monkeypatch, needed_passes, "needed")
@@ -135,7 +135,7 @@ def test_a_copy_shares_memory_inside_only() -> None:
 def test_bits_say_what_the_sets_said(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every node of both programs, and of every pair of partitions that may be merged."""
     decoder = decoder_of(model(SLIDING, GLOBAL), kernels="executorch", context=64)
-    quantize(decoder, QuantizationSpec(linear="int8"))
+    quantize_by(QuantizationSpec(linear="int8"), decoder)
     sets, by_sets, by_bits, answers = (
         group_partitioner._DependencyViewer, group_partitioner.GroupBasedPartitioner._can_merge_partitions,
         dependency_bits.can_merge, [],

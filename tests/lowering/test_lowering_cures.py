@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from recipes import quantize_by
 from tiny_models import GLOBAL, SLIDING, decoder_of, model, states_of
 from torch.export import Dim, export
 
@@ -17,7 +18,6 @@ from exporter.backends.executorch.inputs import quantized_inputs_shared
 from exporter.backends.executorch.means import means_as_products
 from exporter.backends.executorch.runtime import PteProgram
 from exporter.programs import Limits, trace
-from exporter.quantization import quantize
 from exporter.spec import PROGRAMS, QuantizationSpec
 
 LIMITS = Limits(max_context_length=64, max_prefill_chunk=32)
@@ -66,7 +66,7 @@ def test_a_number_added_to_a_mean_is_the_products_bias() -> None:
 
 def test_linears_of_one_input_round_it_once_to_the_same_bits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     decoder = decoder_of(model(SLIDING, GLOBAL), kernels="executorch", context=64)
-    quantize(decoder, QuantizationSpec(linear="int8"))
+    quantize_by(QuantizationSpec(linear="int8"), decoder)
     module = importlib.import_module("exporter.backends.executorch.lower")
     delegates, results = [], []
     for name, context in (("shared", quantized_inputs_shared), ("each", contextlib.nullcontext)):

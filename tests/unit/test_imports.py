@@ -22,6 +22,7 @@ RUNTIME_LEAFS = {
     "exporter.units",  # sizes in the same words
 }
 COMMAND_LEAFS = {
+    "exporter.console": {"__main__"},  # tables as wide as elsewhere
     "exporter.quiet": {"__main__"},  # what libraries say stays out of the terminal
     "exporter.machine": {"bench", "bench_report"},  # memory of this process, and which machine this is
     "exporter.english": {"bench"},  # the text that is scored
@@ -54,6 +55,7 @@ LEAFS: dict[str, set[str]] = {
     "spec/recipe": DATA,
     "spec/checks": KINDS,
     "spec/__init__": DATA | KINDS | SPEC,
+    "console": set(),
     "errors": set(),
     "optional": {"exporter.errors", "exporter.quiet", "exporter.backends"},  # the registry knows an extra's platforms
     "quiet": set(),

@@ -11,6 +11,7 @@ import executorch
 import pytest
 import torch
 from executorch.runtime import Program as ExecuTorchProgram
+from recipes import quantize_by
 from tiny_models import GLOBAL, SLIDING, decoder_of, model
 from torch.export import export
 
@@ -19,7 +20,6 @@ from exporter.backends.executorch.build import check_codes
 from exporter.backends.executorch.ring_kernels import executorch_root
 from exporter.backends.executorch.runtime import PteProgram, _loaded, one_torch_thread, prepare
 from exporter.errors import UnsupportedModelError
-from exporter.quantization import quantize
 from exporter.quantization.modules import QuantizedLinear
 from exporter.spec import QuantizationSpec
 from exporter.tricks.packed_weights import BACKEND, WEIGHT_CACHE, BackendOption, packed_weights
@@ -93,7 +93,7 @@ def test_torch_gets_its_threads_back_whatever_happens() -> None:
 
 def test_equal_integers_with_different_scales_are_refused() -> None:
     decoder = decoder_of(model(SLIDING, GLOBAL), context=64)
-    quantize(decoder, QuantizationSpec(linear="int8"))
+    quantize_by(QuantizationSpec(linear="int8"), decoder)
     check_codes(decoder)
     first, second = (layer.feed_forward.gate_proj for layer in decoder.layers)
     second.weight = first.weight.clone()
