@@ -21,7 +21,7 @@ from tiny_models import GLOBAL, SLIDING, decoder_of, model
 from torch.export import export
 
 from exporter import pipeline
-from exporter.backends.executorch import lower
+from exporter.backends.executorch.lower import lower
 from exporter.bundle import read_bundle
 from exporter.config import load_config
 from exporter.programs import Limits, trace

@@ -12,9 +12,9 @@ from recipes import quantize_by
 from tiny_models import GLOBAL, SLIDING, decoder_of, model, states_of
 from torch.export import Dim, export
 
-from exporter.backends.executorch import lower
 from exporter.backends.executorch.file import read_pte
 from exporter.backends.executorch.inputs import quantized_inputs_shared
+from exporter.backends.executorch.lower import lower
 from exporter.backends.executorch.means import means_as_products
 from exporter.backends.executorch.runtime import PteProgram
 from exporter.programs import Limits, trace

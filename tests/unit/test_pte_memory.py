@@ -15,8 +15,8 @@ from recipes import quantize_by
 from tiny_models import GLOBAL, SLIDING, decoder_of, model
 from torch.export import export
 
-from exporter.backends.executorch import lower
 from exporter.backends.executorch.build import check_codes
+from exporter.backends.executorch.lower import lower
 from exporter.backends.executorch.ring_kernels import executorch_root
 from exporter.backends.executorch.runtime import PteProgram, _loaded, one_torch_thread, prepare
 from exporter.errors import UnsupportedModelError
