@@ -18,7 +18,9 @@ from exporter.spec import CheckResult
 
 
 def result(name: str, passed: bool, severity: Any = "error") -> CheckResult:
-    return CheckResult(name=name, program="main", passed=passed, evidence="41 of 100", severity=severity)
+    return CheckResult(
+        format="executorch", name=name, program="main", passed=passed, evidence="41 of 100", severity=severity
+    )
 
 
 GOOD, SLOW = result("dynamic_ranges", True), result("delegated_share", False, "warning")
