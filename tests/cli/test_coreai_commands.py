@@ -14,7 +14,7 @@ from conftest import CONTEXT
 import runtime_ref
 from exporter import optional, pipeline
 from exporter.bundle import read_bundle
-from exporter.cli import main
+from exporter.cli.app import main
 from runtime_ref.__main__ import main as runtime_main
 
 pytest.importorskip("coreai_torch")

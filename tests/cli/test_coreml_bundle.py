@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import runtime_ref
 from exporter.backends import traits
 from exporter.bundle import read_bundle
-from exporter.cli import app
+from exporter.cli.app import app
 from exporter.errors import ConfigError
 
 

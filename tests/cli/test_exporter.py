@@ -13,7 +13,7 @@ from conftest import write_config
 from exporter import pipeline
 from exporter.backends.executorch import build as pte_build
 from exporter.bundle import read_bundle
-from exporter.cli import main
+from exporter.cli.app import main
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *argv: object) -> int:

@@ -17,8 +17,8 @@ import yaml
 from conftest import write_config
 
 from exporter.checkpoint import Checkpoint
-from exporter.cli import main
-from exporter.plot import HEIGHT, WIDTH
+from exporter.cli.app import main
+from exporter.cli.plot import HEIGHT, WIDTH
 
 ROOT = Path(__file__).parents[2]
 INKLING = ROOT / "configs" / "architectures" / "inkling.yaml"
@@ -118,7 +118,7 @@ def test_a_checkpoint_is_described_without_reading_or_tracing_it(
 
 def test_an_architecture_needs_neither_torch_nor_matplotlib() -> None:
     code = (
-        "import sys; from exporter.cli import main\n"
+        "import sys; from exporter.cli.app import main\n"
         "try: main()\n"
         "except SystemExit as end: assert not end.code\n"
         "assert not {'torch', 'transformers', 'matplotlib'} & set(sys.modules)"

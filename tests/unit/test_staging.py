@@ -24,7 +24,7 @@ from exporter.staging import sweep
 HOLD = """
 import signal, sys, time
 from pathlib import Path
-from exporter import cli
+from exporter.cli import app as cli
 from exporter.bundle import write_bundle
 
 @cli.app.command()

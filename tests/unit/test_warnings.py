@@ -9,8 +9,10 @@ import pytest
 from toy import toy_manifest
 from typer.testing import CliRunner
 
-from exporter import cli, pipeline, tables
+from exporter import pipeline
 from exporter.bundle import Bundle
+from exporter.cli import app as cli
+from exporter.cli import tables
 from exporter.errors import GraphContractError
 from exporter.graph import refuse_failed
 from exporter.inspection import Inspection

@@ -59,7 +59,8 @@ def export(
     config = load_config(model, parse_overrides(overrides))
     # torch and ExecuTorch take seconds: a bad YAML should not wait for them
     with rare_collections(), native_stderr_hidden():
-        from exporter import pipeline, tables
+        from exporter import pipeline
+        from exporter.cli import tables
     from exporter.plan import model_states, plan_contexts
     from exporter.progress import Progress
 
@@ -94,11 +95,11 @@ def plan(
     ] = None,
 ) -> None:
     """Print what the caches of a model will cost, full and as rings; nothing is exported and no weights are read."""
-    from exporter import tables
     from exporter.architecture import read_planned
+    from exporter.cli import tables
+    from exporter.cli.plot import check_plot_path, write_plot
     from exporter.lengths import parse_lengths
     from exporter.plan import check_contexts, growths, plan_contexts
-    from exporter.plot import check_plot_path, write_plot
 
     asked = None if contexts is None else parse_lengths("--contexts", contexts)
     if plot is not None:
@@ -126,7 +127,8 @@ def inspect(
 ) -> None:
     """Print what a bundle is and every graph check, run again on the program file; exit with 1 if one fails."""
     with native_stderr_hidden():
-        from exporter import inspection, tables
+        from exporter import inspection
+        from exporter.cli import tables
         from exporter.graph.contract_file import load_contract
 
     inspected = inspection.inspect(file, None if check is None else load_contract(check))
@@ -159,7 +161,8 @@ def verify(
     """Run the program that ships and compare it with the model it came from."""
     config = None if model is None else load_config(model, parse_overrides(overrides))
     with native_stderr_hidden():
-        from exporter import pipeline, tables
+        from exporter import pipeline
+        from exporter.cli import tables
     from exporter.progress import Progress
 
     output.print(tables.comparisons_table(pipeline.verify_bundle(bundle, config, Progress(messages))))
