@@ -181,6 +181,14 @@ def test_only_verification_imports_the_runtime() -> None:
     assert users and all(user.startswith(VERIFICATION) for user in users)
 
 
+def test_only_verification_builds_the_eager_model_beside_a_program() -> None:
+    """Others that know the plain kernels build what is traced or calibrated of them."""
+    users = {name(path).split("/")[1] for path in EXPORTER if "exporter.cache.plain" in imports(path)}
+    assert users == {"verification", "cache", "model", "quantization", "backends"}
+    sessions = {name(path) for path in EXPORTER if "eager_session" in defined(path)}
+    assert sessions and all(user.startswith(VERIFICATION) for user in sessions)
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_formats_modules_and_libraries_are_imported_in_its_folder_alone(format: str) -> None:
     """Everybody else asks the registry, so that a format loads without the libraries of another."""
