@@ -321,7 +321,7 @@ def test_limits_that_the_package_declares(tmp_path: Path) -> None:
         call(program, [4], 6, states)
     with pytest.raises(RuntimeLimitError, match=r"input_ids \[1, 4\]; expected input_ids \[1, 2..3\]"):
         call(program, [4] * 4, 5, states)
-    with pytest.raises(RuntimeLimitError, match=r"input_ids \[1, 2\]; expected input_ids \[1, 1\]"):
+    with pytest.raises(RuntimeLimitError, match=r"input_ids torch.int32 \[1, 2\]; expected int32 \[1, 1\]"):
         program.run("main", torch.tensor([[1, 2]]), torch.arange(2)[None], states)
     with pytest.raises(RuntimeLimitError, match="2 tokens; expected exactly 1"):
         CheckedProgram(program).run("main", torch.tensor([[1, 2]]), torch.arange(2)[None], states)
