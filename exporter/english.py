@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from pydoc_data import topics
 
-from tokenizers import Tokenizer
-
 from exporter.spec import TokenizerSpec
+from exporter.text.files import encode, load_tokenizer
 
 # Chapters of the language reference that are mostly prose.
 CHAPTERS = (
@@ -31,5 +30,4 @@ def english_text() -> str:
 
 def english_ids(tokenizer_file: Path, spec: TokenizerSpec, count: int) -> list[int]:
     """The first `count` token ids of the text, after BOS where the model wants one."""
-    encoded = Tokenizer.from_file(str(tokenizer_file)).encode(english_text(), add_special_tokens=False).ids
-    return spec.with_bos(encoded)[:count]
+    return spec.with_bos(encode(load_tokenizer(tokenizer_file), english_text()).ids)[:count]

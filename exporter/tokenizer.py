@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from exporter.checkpoint import Checkpoint, GGUFCheckpoint, SafetensorsCheckpoint
-from exporter.checkpoint.gguf_tokenizer import adds_bos, build_tokenizer, eos_token_ids, tokenizer_config
-from exporter.checkpoint.safetensors import read_json
+from exporter.checkpoint.gguf_tokenizer import build_tokenizer, chat_template, claims, tokenizer_config
 from exporter.errors import CheckpointError
 from exporter.spec import TokenizerSpec
+from exporter.text.ends import Claims, TokenizerFiles, begin_and_end, check_encodes, claims_of, largest_id
+from exporter.text.files import CONFIG, SPECIAL_TOKENS_MAP, TEMPLATE, TOKENIZER, Fault, load_tokenizer, read_object
 
-TOKENIZER = "tokenizer.json"
-_CONFIG, _GENERATION, _TEMPLATE = "tokenizer_config.json", "generation_config.json", "chat_template.jinja"
-_COPIED = (TOKENIZER, _CONFIG, "special_tokens_map.json", _TEMPLATE, _GENERATION)
+_GENERATION, _PROCESSOR_TEMPLATE = "generation_config.json", "chat_template.json"
+_COPIED = (TOKENIZER, CONFIG, SPECIAL_TOKENS_MAP, TEMPLATE, _GENERATION)
 
 # Things that tokenizers are known to lose: digits, runs of blanks, line ends, bytes outside the vocabulary.
 ROUND_TRIP_TEXTS = (
@@ -33,38 +35,55 @@ ROUND_TRIP_TEXTS = (
 )
 
 
+@contextmanager
+def _said_of(name: str) -> Iterator[None]:
+    """A fault of the tokenizer of the checkpoint `name` is an error of that checkpoint."""
+    try:
+        yield
+    except Fault as fault:
+        raise CheckpointError(
+            f"tokenizer of {name}",
+            got=fault.got,
+            expected=fault.expected,
+            repair="Export from a source with the model's own tokenizer files, whole and as they were published.",
+        ) from fault
+
+
 def check_round_trip(tokenizer: Tokenizer, name: str) -> None:
     """Encode and decode `ROUND_TRIP_TEXTS`.
 
     Raises:
         CheckpointError: a text does not come back as it went in.
     """
-    for text in ROUND_TRIP_TEXTS:
-        back = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids, skip_special_tokens=False)
-        if back != text:
-            raise CheckpointError(
-                f"tokenizer of {name}",
-                got=f"{back!r} after encoding and decoding",
-                expected=repr(text),
-                repair="Export from a source with the model's own tokenizer.json.",
-            )
+    with _said_of(name):
+        check_encodes(tokenizer, ROUND_TRIP_TEXTS)
 
 
-def _load(path: Path, name: str) -> Tokenizer:
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
-        raise CheckpointError(
-            f"tokenizer of {name}", got=str(error), expected=f"a readable {TOKENIZER}", repair="Fetch it again."
-        ) from error
+def _template_of(value: Any, file: str) -> str | None:
+    """The default one of what a JSON file says of chat templates: one, or several by name in either form that
+    Transformers has written. None if there is none.
+
+    Raises:
+        Fault: it is something else.
+    """
+    if isinstance(value, list) and all(isinstance(item, dict) and isinstance(item.get("name"), str) for item in value):
+        value = {item["name"]: item.get("template") for item in value}
+    if isinstance(value, dict):
+        value = value.get("default")
+    if value is None or isinstance(value, str):
+        return value
+    raise Fault(f"{file} with chat_template = {str(value)[:80]!r}", "a template, or templates by name")
 
 
-def _content(token: Any) -> str | None:
-    """A token as ``tokenizer_config.json`` spells it: text, or a dictionary with `content`."""
-    return token.get("content") if isinstance(token, dict) else token
+def _write_without_batching(path: Path) -> None:
+    """Truncation and padding in ``tokenizer.json`` are of training batches: whoever loads the copy gets neither."""
+    data = read_object(path)
+    if data.get("truncation") is not None or data.get("padding") is not None:
+        data |= {"truncation": None, "padding": None}
+        path.write_text(json.dumps(data, ensure_ascii=False, indent=2), encoding="utf-8")
 
 
-def _copy(checkpoint: SafetensorsCheckpoint, directory: Path) -> TokenizerSpec:
+def _copy(checkpoint: SafetensorsCheckpoint, directory: Path) -> Claims:
     if not (checkpoint.path / TOKENIZER).is_file():
         raise CheckpointError(
             f"tokenizer of {checkpoint.name}",
@@ -75,51 +94,30 @@ def _copy(checkpoint: SafetensorsCheckpoint, directory: Path) -> TokenizerSpec:
     for name in _COPIED:
         if (checkpoint.path / name).is_file():
             shutil.copyfile(checkpoint.path / name, directory / name)
-    tokenizer = _load(directory / TOKENIZER, checkpoint.name)
-    hf_config = checkpoint.hf_config | checkpoint.hf_config.get("text_config", {})
-    generation, config = (
-        read_json(directory / name) if (directory / name).is_file() else {} for name in (_GENERATION, _CONFIG)
-    )
-
-    def token_id(kind: str) -> Any:
-        """`generation_config.json` wins over `config.json`; the tokenizer's own name for the token comes last."""
-        for values in (generation, hf_config):
-            if (value := values.get(f"{kind}_token_id")) is not None:
-                return value
-        content = _content(config.get(f"{kind}_token"))
-        return None if content is None else tokenizer.token_to_id(content)
-
-    bos, eos = token_id("bos"), token_id("eos")
-    eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    first = tokenizer.encode("a").ids[:1]
-    add_bos = config.get("add_bos_token")
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several named templates, an older form
-        template = next((item["template"] for item in template if item["name"] == "default"), None)
-    if template is not None and not (directory / _TEMPLATE).is_file():
-        (directory / _TEMPLATE).write_text(template, encoding="utf-8")
-    return TokenizerSpec(
-        bos_token_id=bos,
-        eos_token_ids=tuple(dict.fromkeys(eos_ids)),
-        add_bos=bos is not None and (first == [bos] if add_bos is None else bool(add_bos)),
-        has_chat_template=(directory / _TEMPLATE).is_file(),
-    )
+    load_tokenizer(directory / TOKENIZER)  # damage is said in the library's words
+    _write_without_batching(directory / TOKENIZER)
+    for file, place in ((CONFIG, directory), (_PROCESSOR_TEMPLATE, checkpoint.path)):
+        template = _template_of(read_object(place / file).get("chat_template"), file)
+        if template is not None and not (directory / TEMPLATE).is_file():
+            _write_text(directory / TEMPLATE, template)
+    return claims_of(checkpoint.hf_config, read_object(directory / _GENERATION))
 
 
-def _write(checkpoint: GGUFCheckpoint, directory: Path) -> TokenizerSpec:
+def _write_text(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair
+        raise Fault(f"{path.name} that is no text ({error})", "text in UTF-8") from error
+
+
+def _write(checkpoint: GGUFCheckpoint, directory: Path) -> Claims:
     metadata = checkpoint.metadata
     build_tokenizer(metadata).save(str(directory / TOKENIZER))
     config = json.dumps(tokenizer_config(metadata), ensure_ascii=False, indent=2)
-    (directory / _CONFIG).write_text(config, encoding="utf-8")
-    template = metadata.get("tokenizer.chat_template")
-    if template:
-        (directory / _TEMPLATE).write_text(template, encoding="utf-8")
-    return TokenizerSpec(
-        bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
-        eos_token_ids=eos_token_ids(metadata),
-        add_bos=adds_bos(metadata),
-        has_chat_template=bool(template),
-    )
+    _write_text(directory / CONFIG, config)
+    if template := chat_template(metadata):
+        _write_text(directory / TEMPLATE, template)
+    return claims(metadata)
 
 
 def write_tokenizer(checkpoint: Checkpoint, directory: Path) -> TokenizerSpec:
@@ -129,23 +127,24 @@ def write_tokenizer(checkpoint: Checkpoint, directory: Path) -> TokenizerSpec:
     `add_bos` holds, text must begin with exactly one BOS: a chat template may have written it already.
 
     Raises:
-        CheckpointError: no tokenizer, a damaged one, one that loses text, or ids beyond the model's vocabulary.
+        CheckpointError: no tokenizer, a damaged one, one that loses text, files that contradict each other, or ids
+            beyond the model's vocabulary.
         UnsupportedModelError: a GGUF tokenizer of a kind that is not known.
     """
-    if isinstance(checkpoint, GGUFCheckpoint):
-        spec = _write(checkpoint, directory)
-    else:
-        assert isinstance(checkpoint, SafetensorsCheckpoint)
-        spec = _copy(checkpoint, directory)
-    tokenizer = _load(directory / TOKENIZER, checkpoint.name)
-    check_round_trip(tokenizer, checkpoint.name)
-    # Added tokens may lie beyond it (Gemma's text models keep the image token of the multimodal ones); text never
-    # gives them.
-    used = {*tokenizer.get_vocab(with_added_tokens=False).values(), *spec.eos_token_ids}
-    if max(used) >= checkpoint.spec.vocab_size:
+    with _said_of(checkpoint.name):
+        if isinstance(checkpoint, GGUFCheckpoint):
+            claims = _write(checkpoint, directory)
+        else:
+            assert isinstance(checkpoint, SafetensorsCheckpoint)
+            claims = _copy(checkpoint, directory)
+        files = TokenizerFiles(load_tokenizer(directory / TOKENIZER), directory)
+        check_encodes(files.tokenizer, ROUND_TRIP_TEXTS)
+        spec = begin_and_end(files, claims)
+        largest = largest_id(files, spec)
+    if largest >= checkpoint.spec.vocab_size:
         raise CheckpointError(
             f"tokenizer of {checkpoint.name}",
-            got=f"token id {max(used)}",
+            got=f"token id {largest}",
             expected=f"ids below the model's vocab_size {checkpoint.spec.vocab_size}",
             repair="Tokenizer and weights do not belong together: fetch both again.",
         )

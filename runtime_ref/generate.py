@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from exporter.errors import ConfigError
+from runtime_ref.ids import whole
 from runtime_ref.sampling import Sampler
 from runtime_ref.session import Session
 from runtime_ref.tokenizer import TextStream, Tokenizer
@@ -42,17 +43,19 @@ class Generation:
             ConfigError: `max_new_tokens` below 1.
             RuntimeLimitError: as `Session.prefill`.
         """
-        if max_new_tokens < 1:
+        if whole(max_new_tokens, "generate max_new_tokens") < 1:
             raise ConfigError(
                 "generate max_new_tokens",
                 got=str(max_new_tokens),
                 expected="an integer >= 1",
                 repair="Ask for at least one token.",
             )
-        session.check(prompt, chunk, offset=session.length)
-        self._session, self._stream, self._sampler = session, TextStream(tokenizer), sampler
+        self._prompt = session.check(prompt, chunk, offset=session.length)
+        # The conversation's text goes on in this one: a first space is the answer's own.
+        self._stream = TextStream(tokenizer, [*session.state.tokens, *self._prompt])
+        self._session, self._sampler = session, sampler
         self._eos = frozenset(tokenizer.spec.eos_token_ids)
-        self._prompt, self._chunk, self._max_new_tokens = prompt, chunk, max_new_tokens
+        self._chunk, self._max_new_tokens = chunk, max_new_tokens
         self.tokens: list[int] = []
         self.reason = ""
         self.prefill_seconds = self.decode_seconds = 0.0

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from exporter.errors import ConfigError
+from runtime_ref.ids import whole
 from runtime_ref.session import Observer, Session
 
 TOP = 16
@@ -36,8 +37,8 @@ def score(
         RuntimeLimitError: as `Session.prefill`, for the whole of `ids`; nothing was run.
     """
     assert session.length == 0, "scores start from an empty session"
-    session.check(ids, chunk)
-    if not 0 <= prefill <= len(ids):
+    ids = session.check(ids, chunk)
+    if not 0 <= whole(prefill, "score prefill") <= len(ids):
         raise ConfigError(
             "score prefill", got=str(prefill), expected=f"0 to {len(ids)}, the ids given", repair="Change `prefill`."
         )

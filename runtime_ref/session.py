@@ -11,6 +11,7 @@ from torch import Tensor
 from exporter.bundle import read_bundle
 from exporter.errors import RuntimeLimitError
 from exporter.spec import Manifest, program_for
+from runtime_ref.ids import token_ids, whole
 from runtime_ref.programs import Program, choose, load_program
 from runtime_ref.state import State
 
@@ -50,28 +51,31 @@ class Session:
         """Run `ids` and return the logits of the last of them, [vocab] float32.
 
         Args:
-            ids: the tokens to append; with `reuse`, the whole conversation from its first token.
+            ids: the tokens to append, of any sequence of integers (a list, a NumPy array, a tensor of one axis); with
+                `reuse`, the whole conversation from its first token.
             chunk: tokens a call, 1 to the bundle's ``max_prefill_chunk`` (the default). A last piece of one token,
                 and every piece when chunk is 1, goes through `main`.
             reuse: keep the longest common prefix of `ids` and the tokens seen, rewinding to its end, and run the rest
                 (at least the last token). Where the rewind is impossible, everything runs afresh.
 
         Raises:
-            RuntimeLimitError: nothing to run, an id outside the vocabulary, a chunk out of range, or more tokens than
-                the context. The session is as it was. (Whatever interrupts a running program resets the session.)
+            RuntimeLimitError: nothing to run, an id that is no integer or outside the vocabulary, a chunk out of range,
+                or more tokens than the context. The session is as it was. (Whatever interrupts a running program resets
+                the session.)
         """
-        self.check(ids, chunk, offset=0 if reuse else self.length)
+        ids = self.check(ids, chunk, offset=0 if reuse else self.length)
         if reuse:
             ids = ids[self._keep_prefix(ids) :]
-        return self._run(list(ids), chunk or self.manifest.max_prefill_chunk)
+        return self._run(ids, self.manifest.max_prefill_chunk if chunk is None else int(chunk))
 
     def decode(self, token: int) -> Tensor:
         """Run one token through `main` and return its logits, [vocab] float32. Raises as `prefill`."""
-        self.check([token], offset=self.length)
-        return self._run([token], 1)
+        return self._run(self.check([token], offset=self.length), 1)
 
-    def check(self, ids: Sequence[int], chunk: int | None = None, *, offset: int = 0) -> None:
-        """Check that `ids` could run after `offset` tokens, without running them. Raises as `prefill`."""
+    def check(self, ids: Sequence[int], chunk: int | None = None, *, offset: int = 0) -> list[int]:
+        """Check that `ids` could run after `offset` tokens, without running them, and return them as Python's own
+        integers. Raises as `prefill`."""
+        ids = token_ids(ids)
         limit, vocab, largest = (
             self.manifest.max_context_length, self.manifest.model.vocab_size, self.manifest.max_prefill_chunk
         )  # fmt: skip
@@ -87,7 +91,7 @@ class Session:
                 expected=f"0 to {vocab - 1}",
                 repair="Encode the prompt with the tokenizer of this bundle.",
             )
-        if chunk is not None and not 1 <= chunk <= largest:
+        if chunk is not None and not 1 <= whole(chunk, "chunk") <= largest:
             raise RuntimeLimitError(
                 "session",
                 got=f"chunk {chunk}",
@@ -101,6 +105,7 @@ class Session:
                 expected=f"at most {limit} in all, the context of this bundle",
                 repair="Shorten the prompt, reset the session, or export with a longer context.",
             )
+        return ids
 
     def reset(self) -> None:
         """Forget the conversation."""
@@ -108,7 +113,7 @@ class Session:
 
     def rewind(self, count: int) -> None:
         """Drop the last `count` tokens; see `State.rewind`."""
-        self.state.rewind(count)
+        self.state.rewind(whole(count, "rewind"))
 
     def fork(self) -> Session:
         """A second session that goes on from here; the two share the program and no state."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-import tokenizers
-
 from exporter.bundle import Bundle
-from exporter.errors import BundleError
+from exporter.errors import BundleError, RuntimeLimitError
+from exporter.text.chat import ChatEncoder
+from exporter.text.files import TEMPLATE, TOKENIZER, Fault, encode, library_calls, load_tokenizer, read_template
+from exporter.text.files import special_tokens as read_special_tokens
+from exporter.text.template import ChatTemplate
+from runtime_ref.ids import token_ids
 
 DIRECTORY = "tokenizer"
-SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+UNFINISHED = "\ufffd"
 
 
 class Tokenizer:
@@ -26,88 +29,114 @@ class Tokenizer:
         self.spec = bundle.manifest.tokenizer
         self._directory = bundle.path / DIRECTORY
         self._owner = f"bundle {bundle.path.name}"
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(self._directory / "tokenizer.json"))
-        except Exception as error:  # the library raises nothing narrower
-            raise self._error(f"no usable {DIRECTORY}/tokenizer.json ({error})") from error
+        self._chat: ChatEncoder | None = None
+        with self._faults_of_the_bundle():
+            self._tokenizer = load_tokenizer(self._directory / TOKENIZER)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`. BOS comes from the manifest alone, so it cannot come twice, whether the text (a
-        rendered chat template) begins with it or the tokenizer's own post-processing would have added it."""
-        return self.spec.with_bos(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        """Token ids of `text`, in which control tokens may be spelled. BOS comes from the manifest alone, so it cannot
+        come twice, whether the text (a rendered chat template) begins with it or the tokenizer's own post-processing
+        would have added it.
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        Raises:
+            RuntimeLimitError: it is no text that the tokenizer can take.
+        """
+        try:
+            return self.spec.with_bos(encode(self._tokenizer, text).ids)
+        except Fault as fault:
+            raise RuntimeLimitError(
+                self._owner, got=fault.got, expected=fault.expected, repair="Give text in UTF-8."
+            ) from fault
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, parse_special: bool = False) -> list[int]:
         """Token ids of `messages` (``role``, ``content``) rendered by the chat template, ready for the answer.
+
+        Control tokens come from the template alone: what a message spells is text. With `parse_special` a message may
+        spell control tokens too.
 
         Raises:
             BundleError: the bundle has no chat template, or it refuses the messages.
         """
-        # Rendered in jinja's immutable sandbox: a template is untrusted code.
-        from jinja2.exceptions import TemplateError
-        from transformers.utils.chat_template_utils import render_jinja_template
-
         if not self.spec.has_chat_template:
-            raise self._error("no chat template")
-        template = (self._directory / "chat_template.jinja").read_text(encoding="utf-8")
-        config = self._config()
-        variables: dict[str, Any] = {name: _text(config[name]) for name in SPECIAL_TOKENS if name in config}
-        try:
-            rendered = render_jinja_template(
-                [[dict(message) for message in messages]],
-                chat_template=template,
-                add_generation_prompt=True,
-                **variables,
-            )[0][0]
-        except TemplateError as error:
-            raise self._error(f"a chat template that refuses the messages ({error})") from error
-        return self.encode(rendered)
+            raise self._error("no chat template", "the tokenizer of the model", "Export a checkpoint that has it.")
+        with self._faults_of_the_bundle():
+            if self._chat is None:
+                template = ChatTemplate(read_template(self._directory / TEMPLATE), read_special_tokens(self._directory))
+                self._chat = ChatEncoder(self._tokenizer, template, self._control())
+            ids = self._chat.encode(messages, parse_special=parse_special).ids
+        bos = self.spec.bos_token_id
+        if bos in ids and not self.decode(ids[: ids.index(bos)]).strip():
+            return ids  # the template's own, after blanks at most
+        return self.spec.with_bos(ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids` without special tokens; bytes that form no character become U+FFFD."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        """Text of `ids` without special tokens; bytes that form no character become U+FFFD.
 
-    def _config(self) -> dict[str, object]:
-        file = self._directory / "tokenizer_config.json"
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        Raises:
+            BundleError: the tokenizer cannot decode what it encodes.
+        """
+        with self._faults_of_the_bundle(), library_calls("a tokenizer that decodes"):
+            return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
-    def _error(self, got: str) -> BundleError:
-        return BundleError(
-            self._owner, got=got, expected="the tokenizer of the model", repair="Export a checkpoint that has it."
-        )
+    def _control(self) -> set[int]:
+        bos = self.spec.bos_token_id
+        return {*self.spec.eos_token_ids} | ({bos} if bos is not None else set())
 
+    @contextmanager
+    def _faults_of_the_bundle(self) -> Iterator[None]:
+        try:
+            yield
+        except Fault as fault:
+            repair = "Export a checkpoint that has the model's own tokenizer, or send other messages."
+            raise self._error(fault.got, fault.expected, repair) from fault
 
-def _text(token: object) -> object:
-    """A special token in `tokenizer_config.json` is its text, or an object that holds it."""
-    return token["content"] if isinstance(token, dict) else token
+    def _error(self, got: str, expected: str, repair: str) -> BundleError:
+        return BundleError(self._owner, got=got, expected=expected, repair=repair)
 
 
 class TextStream:
     """Turns tokens into text one by one, and holds back bytes that do not yet make a whole character.
 
-    Each step decodes the tokens since the last whole character, preceded by those of the step before, because
-    tokenizers treat the first token of a text differently (a stripped leading space).
+    Each step decodes the tokens since the last whole character, preceded by those of the step before, at first by the
+    end of the prompt: tokenizers treat the first token of a text differently (a stripped leading space). The text of
+    the prompt and what this gives are the text of all tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._before: list[int] = []
+        self._before = self._context(token_ids(prompt))
         self._pending: list[int] = []
 
     def push(self, token: int) -> str:
         """The text that `token` completes; empty while a character is unfinished."""
         self._pending.append(token)
         text = self._new_text()
-        if not text or text.endswith("\ufffd"):
+        if not text or text.endswith(UNFINISHED):
             return ""
         self._before, self._pending = self._pending, []
         return text
 
     def finish(self) -> str:
         """What is left at the end, without the bytes of a character that was never completed."""
-        text = self._new_text().rstrip("\ufffd")
+        text = self._new_text().rstrip(UNFINISHED)
         self._before, self._pending = self._pending, []
         return text
 
+    def _context(self, prompt: list[int]) -> list[int]:
+        """A few tokens of the end of `prompt` that have text, or all: after them no token is the first of a text."""
+        count = 8
+        while count < len(prompt) and not self._tokenizer.decode(prompt[-count:]).strip():
+            count *= 2
+        return prompt[-count:]
+
     def _new_text(self) -> str:
         known = self._tokenizer.decode(self._before)
-        return self._tokenizer.decode(self._before + self._pending)[len(known) :]
+        text = self._tokenizer.decode(self._before + self._pending)
+        if text.startswith(known):
+            return text[len(known) :]
+        if known.endswith(UNFINISHED):  # of a prompt that ends within a character
+            return text[
+                next((n for n, pair in enumerate(zip(known, text, strict=False)) if len({*pair}) > 1), len(text)) :
+            ]
+        # Bytes that cannot be read make some decoders forget the characters before them: these stand already.
+        return self._tokenizer.decode(self._pending)

@@ -12,7 +12,6 @@ from pathlib import Path
 from pydoc_data import topics
 
 import torch
-from tokenizers import Tokenizer
 from torch.utils.hooks import RemovableHandle
 
 from exporter.cache.plain import PlainKernels
@@ -21,6 +20,7 @@ from exporter.errors import CheckpointError
 from exporter.model.decoder import Decoder, DecoderLayer, ReadParameter, all_read
 from exporter.quantization.linears import linear_at
 from exporter.spec import TokenizerSpec
+from exporter.text.files import encode, load_tokenizer
 
 TOKENS, CHUNK = 2048, 512
 CHARACTERS = 1200
@@ -54,8 +54,7 @@ def calibration_ids(tokenizer: Path, spec: TokenizerSpec, context: int) -> torch
         spec: what the bundle says of it.
         context: the most tokens that the model takes.
     """
-    encoder = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
-    ids = encoder.encode(calibration_text(), add_special_tokens=False).ids
+    ids = encode(load_tokenizer(tokenizer / "tokenizer.json"), calibration_text()).ids
     return torch.tensor([spec.with_bos(ids)[: min(TOKENS, context)]])
 
 

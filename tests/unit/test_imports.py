@@ -20,6 +20,9 @@ RUNTIME_LEAFS = {
     "exporter.backends",  # the registry: which module runs the programs of a format
     "exporter.lengths",  # the usual contexts, and one way to ask for others
     "exporter.units",  # sizes in the same words
+    "exporter.text.files",  # the tokenizer's files
+    "exporter.text.template",  # and the conversations that its template writes
+    "exporter.text.chat",
 }
 COMMAND_LEAFS = {
     "exporter.console": {"__main__"},  # tables as wide as elsewhere
@@ -69,7 +72,13 @@ LEAFS: dict[str, set[str]] = {
     "tricks/packed_weights": {"exporter.tricks.base"},
     "grids/__init__": set(),
     "recipe": {"exporter.errors", "exporter.grids", "exporter.spec"},
-    "english": {"exporter.spec"},
+    "english": {"exporter.spec", "exporter.text.files"},
+    "text/__init__": set(),
+    "text/files": {"exporter.errors"},
+    "text/marks": set(),
+    "text/template": {"exporter.text.files", "exporter.text.marks"},
+    "text/chat": {"exporter.text.files", "exporter.text.template"},
+    "text/ends": {f"exporter.text.{part}" for part in ("chat", "files", "template")} | {"exporter.spec"},
     "backends/__init__": {"exporter.backends.base", "exporter.errors", "exporter.optional"},
     "backends/base": {"exporter.spec"},
     **{f"backends/{name}/options": {"exporter.spec", "exporter.grids", "exporter.recipe"} for name in FORMATS},

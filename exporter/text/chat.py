@@ -1,0 +1,157 @@
+"""LEAF: the tokens of a conversation: control tokens are the template's, a message is text.
+
+A control token ends a turn, begins one or says whose it is. A message that spells one (``<|im_end|>``) must not end
+its own turn: what it spells is encoded as the ordinary text it is. A conversation that spells none has exactly the
+tokens of its rendered text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from exporter.text.files import Fault, encode, library_calls
+from exporter.text.template import ChatTemplate, Rendered
+
+_FIRST_ALIAS = 0x100000
+"""Supplementary private-use area B; marks are of area A."""
+
+
+@dataclass(frozen=True, order=True)
+class Found:
+    """A token in a text, where `start` <= place < `end`."""
+
+    start: int
+    end: int
+    id: int
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation's text and tokens. `written` are the control tokens that the template wrote, in their order."""
+
+    text: str
+    ids: list[int]
+    written: tuple[Found, ...]
+
+
+class ChatEncoder:
+    """Args:
+    tokenizer: one that neither clips nor fills.
+    template: the model's.
+    control: ids that are control tokens whatever else is said of them: those that end a text or begin it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, control: Iterable[int] = ()) -> None:
+        self._tokenizer, self._template = tokenizer, template
+        self._added = {
+            id: token for id, token in tokenizer.get_added_tokens_decoder().items() if not token.content.isspace()
+        }
+        special = {id for id, token in self._added.items() if token.special}
+        # An added token that is not special is one all the same where the template writes it: <think>, <tool_call>.
+        in_template = {id for id, token in self._added.items() if token.content in template.literals}
+        self._control = special | in_template | set(control)
+        self._spelled = {token.content for token in self._added.values()}
+        self._spelled |= {text for id in control if (text := tokenizer.id_to_token(id)) is not None}
+
+    def encode(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, parse_special: bool = False
+    ) -> Conversation:
+        """The text and tokens of `messages`.
+
+        Args:
+            messages: each with `role` and `content`, and what else the template takes.
+            add_generation_prompt: end with what begins an answer.
+            parse_special: control tokens that a message spells are control tokens.
+
+        Raises:
+            Fault: the template does not take the messages, or it cannot be told which control tokens are its own.
+        """
+        rendered = self._template.render(
+            messages, tokens=sorted(self._spelled), add_generation_prompt=add_generation_prompt
+        )
+        encoding = encode(self._tokenizer, rendered.text)
+        if parse_special or rendered.marked is None:
+            found = self._found(encoding, self._control | self._added.keys())
+            if found and not parse_special:
+                raise self._undecided(rendered.text, found[0])
+            return Conversation(rendered.text, list(encoding.ids), found)
+        # In the marked text nothing but the template's own letters spells a token.
+        marked = encode(self._tokenizer, rendered.marked)
+        control = self._control | {token.id for token in self._found(marked, self._added.keys())}
+        written, found = self._found(marked, control), self._found(encoding, control)
+        if not rendered.is_exact:
+            if [token.id for token in written] != [token.id for token in found]:
+                raise self._undecided(rendered.text, next(iter(found), None))
+            written = found
+        ids = list(encoding.ids) if found == written else self._encode_apart(rendered, written, control)
+        return Conversation(rendered.text, ids, written)
+
+    def _found(self, encoding: Any, wanted: Iterable[int]) -> tuple[Found, ...]:
+        wanted = frozenset(wanted)
+        places = zip(encoding.ids, encoding.offsets, strict=True)
+        return tuple(Found(start, end, id) for id, (start, end) in places if id in wanted)
+
+    def _undecided(self, text: str, token: Found | None) -> Fault:
+        spelled = "a control token" if token is None else repr(text[token.start : token.end])
+        return Fault(
+            f"messages of which the chat template makes {spelled} in a way that hides whose it is",
+            "control tokens from the template alone, or a caller who takes them from messages too (parse_special)",
+        )
+
+    def _encode_apart(self, rendered: Rendered, written: Sequence[Found], control: set[int]) -> list[int]:
+        """The tokens of the text in which `written` are control tokens and no others.
+
+        They are replaced by characters of private use, and so are they in the tokenizer. All else, the first place of
+        a text, prefixes, what is cut out before what, stays as it is in the whole text.
+        """
+        aliases = self._aliases(rendered.text, {*control, *(token.id for token in written)} & self._added.keys())
+        text, end = "", 0
+        for token in written:
+            if token.id not in aliases:  # no added token but one that the model's vocabulary spells
+                raise self._undecided(rendered.text, token)
+            text += rendered.text[end : token.start] + aliases[token.id]
+            end = token.end
+        text += rendered.text[end:]
+        tokenizer, back = self._renamed(aliases)
+        ids = [back.get(id, (id, False)) for id in encode(tokenizer, text).ids]
+        own = [id for id, is_alias in ids if is_alias]
+        if own != [token.id for token in written] or any(id in control and not is_alias for id, is_alias in ids):
+            raise Fault(
+                "a message that the tokenizer makes a control token of even as plain text",
+                "a tokenizer that has its control tokens apart from its text",
+            )
+        return [id for id, _ in ids]
+
+    def _aliases(self, text: str, ids: Iterable[int]) -> dict[int, str]:
+        taken = set(text).union(*(token.content for token in self._added.values()))
+        free = (chr(point) for point in range(_FIRST_ALIAS, 0x10FFFE) if chr(point) not in taken)
+        return dict(zip(sorted(ids), free, strict=False))
+
+    def _renamed(self, aliases: Mapping[int, str]) -> tuple[Tokenizer, dict[int, tuple[int, bool]]]:
+        """The tokenizer with other names for some added tokens; and, of its added tokens, the id here and whether that
+        token has another name there."""
+        with library_calls("a tokenizer that can be written and read again"):
+            data = json.loads(self._tokenizer.to_str())
+            data["post_processor"] = None
+            for token in data["added_tokens"]:
+                if (alias := aliases.get(token["id"])) is not None:
+                    # Not a word for itself, and found in the raw text where normalising would lose the character.
+                    token |= {"content": alias, "single_word": False}
+                    normalizer = self._tokenizer.normalizer
+                    if token["normalized"] and normalizer and alias not in normalizer.normalize_str(alias):
+                        token["normalized"] = False
+            renamed = Tokenizer.from_str(json.dumps(data))
+        back: dict[int, tuple[int, bool]] = {}
+        words = renamed.get_vocab(with_added_tokens=False)
+        for id, token in self._tokenizer.get_added_tokens_decoder().items():
+            name = aliases.get(id, token.content)
+            new = renamed.token_to_id(name)
+            if new is None or (name not in words and new in words.values()):
+                raise Fault("a vocabulary with gaps in its ids", "ids without gaps, to tell control tokens from text")
+            back[new] = (id, id in aliases)
+        return renamed, back
