@@ -16,6 +16,8 @@ from runtime_ref.ids import token_ids
 
 DIRECTORY = "tokenizer"
 UNFINISHED = "\ufffd"
+_LONGEST = 4
+"""Bytes of a character in UTF-8."""
 
 
 class Tokenizer:
@@ -104,14 +106,17 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._before = self._context(token_ids(prompt))
-        self._pending: list[int] = []
+        self._replacement = self._tokens_of_replacement()
+        ids = token_ids(prompt)
+        started = self._started(ids)
+        self._before = self._context(ids[: len(ids) - started])
+        self._pending = ids[len(ids) - started :]
 
     def push(self, token: int) -> str:
         """The text that `token` completes; empty while a character is unfinished."""
         self._pending.append(token)
         text = self._new_text()
-        if not text or text.endswith(UNFINISHED):
+        if not text or self._is_unfinished(text, self._pending):
             return ""
         self._before, self._pending = self._pending, []
         return text
@@ -122,21 +127,38 @@ class TextStream:
         self._before, self._pending = self._pending, []
         return text
 
+    def _tokens_of_replacement(self) -> list[int]:
+        """U+FFFD itself, which text may hold, without what comes before every text."""
+        ids = self._tokenizer.encode(UNFINISHED)
+        while len(ids) > 1 and self._tokenizer.decode(ids[1:]) == UNFINISHED:
+            ids = ids[1:]
+        return ids
+
+    def _is_unfinished(self, text: str, ids: list[int]) -> bool:
+        """Whether `text`, that of `ids`, ends within a character."""
+        return text.endswith(UNFINISHED) and ids[-len(self._replacement) :] != self._replacement
+
+    def _started(self, prompt: list[int]) -> int:
+        """Tokens at the end of `prompt` that are the first bytes of a character."""
+        for count in range(min(_LONGEST, len(prompt) + 1)):
+            whole = prompt[: len(prompt) - count]
+            ends = (whole[-size:] for size in range(1, _LONGEST + 1))  # one of them is the last character
+            if any(not self._is_unfinished(self._tokenizer.decode(end), end) for end in ends):
+                return count
+        return 0  # none, or bytes that begin none
+
     def _context(self, prompt: list[int]) -> list[int]:
         """A few tokens of the end of `prompt` that have text, or all: after them no token is the first of a text."""
         count = 8
         while count < len(prompt) and not self._tokenizer.decode(prompt[-count:]).strip():
             count *= 2
-        return prompt[-count:]
+        within = (prompt[-count - more :] for more in range(_LONGEST))  # from the first byte of a character
+        return next((ids for ids in within if not self._tokenizer.decode(ids).startswith(UNFINISHED)), prompt[-count:])
 
     def _new_text(self) -> str:
         known = self._tokenizer.decode(self._before)
         text = self._tokenizer.decode(self._before + self._pending)
         if text.startswith(known):
             return text[len(known) :]
-        if known.endswith(UNFINISHED):  # of a prompt that ends within a character
-            return text[
-                next((n for n, pair in enumerate(zip(known, text, strict=False)) if len({*pair}) > 1), len(text)) :
-            ]
         # Bytes that cannot be read make some decoders forget the characters before them: these stand already.
         return self._tokenizer.decode(self._pending)

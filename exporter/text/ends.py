@@ -25,6 +25,7 @@ from exporter.text.files import special_tokens as read_special_tokens
 from exporter.text.template import ChatTemplate
 
 _CONTROL = re.compile(r"<(?!0x[0-9A-F]{2}>).+>|\[.+\]", re.DOTALL)
+_LARGEST = 2**31 - 1
 _ANSWER = "\ue0a0\ue0a1"
 """Private use: no template writes it by itself."""
 
@@ -54,7 +55,7 @@ def token_ids(file: str, values: Mapping[str, Any], key: str) -> tuple[int, ...]
     """
     value = values.get(key)
     several = value if isinstance(value, list) else [] if value is None else [value]
-    if any(type(token) is not int or token < -1 for token in several):
+    if any(type(token) is not int or not -1 <= token <= _LARGEST for token in several):
         raise Fault(f"{file} with {key} = {value!r}", "a token id, a list of them, or null")
     return tuple(dict.fromkeys(token for token in several if token >= 0))
 
@@ -181,7 +182,7 @@ def _end_of_answer(encoder: ChatEncoder) -> tuple[int, ...]:
     user, answer = ("user", "a"), ("assistant", _ANSWER)
     for turns in ([user, answer], [user, answer, user]):
         conversation = _converse(encoder, turns, add_generation_prompt=False)
-        if conversation is None:
+        if conversation is None or _ANSWER not in conversation.text:
             continue
         end = conversation.text.rfind(_ANSWER) + len(_ANSWER)
         after = next((token for token in conversation.written if token.start >= end), None)

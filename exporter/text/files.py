@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +22,9 @@ TOKENIZER, CONFIG, SPECIAL_TOKENS_MAP = "tokenizer.json", "tokenizer_config.json
 TEMPLATE = "chat_template.jinja"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """What Transformers names a special token, and hands to a chat template."""
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""Half a pair, which JSON can spell and no text holds."""
 
 
 class Fault(UserError):
@@ -95,7 +99,7 @@ def token_text(file: str, values: dict[str, Any], name: str) -> str | None:
     """
     value = values.get(name)
     text = value.get("content") if isinstance(value, dict) else value
-    if value is None or isinstance(text, str):
+    if value is None or (isinstance(text, str) and not _SURROGATE.search(text)):
         return text
     raise Fault(f"{file} with {name} = {value!r}", "the text of a token, an object with its content, or null")
 

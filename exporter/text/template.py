@@ -88,31 +88,37 @@ def _prepare(environment: ImmutableSandboxedEnvironment) -> None:
 
 
 class _MarkedEnvironment(ImmutableSandboxedEnvironment):
-    """One in which what a template asks about a text is asked of its plain form (`exporter.text.marks`)."""
+    """One in which what a template asks about a text is asked of its plain form (`exporter.text.marks`); `marks` are
+    those of the messages that are rendered."""
 
-    def __init__(self, marks: Marks, **options: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         _prepare(self)
-        self._marks = marks
-        self.filters[_PLAIN] = marks.plain
+        self.marks = Marks((), ())
+        self.filters[_PLAIN] = self._plain_of
         for name in ("upper", "lower", "title", "capitalize"):
             own = self.filters[name]
-            self.filters[name] = lambda value, own=own: marks.recased(str(value), own(marks.plain(str(value))))
-        self.filters["trim"] = lambda value, chars=None: marks.method("strip", str(value))(chars)
-        self.filters["replace"] = lambda value, old, new, count=None: marks.method("replace", str(value))(
+            self.filters[name] = lambda value, own=own: self.marks.recased(
+                str(value), own(self.marks.plain(str(value)))
+            )
+        self.filters["trim"] = lambda value, chars=None: self.marks.method("strip", str(value))(chars)
+        self.filters["replace"] = lambda value, old, new, count=None: self.marks.method("replace", str(value))(
             str(old), str(new), -1 if count is None else count
         )
         self.filters["tojson"] = self._tojson
+
+    def _plain_of(self, value: Any) -> Any:
+        return self.marks.plain(value)
 
     def _tojson(self, value: Any, ensure_ascii: bool = False, **options: Any) -> str:
         written = _tojson(value, **options)
         if not ensure_ascii:
             return written
-        return "".join(c if c.isascii() or self._marks.is_mark(c) else json.dumps(c)[1:-1] for c in written)
+        return "".join(c if c.isascii() or self.marks.is_mark(c) else json.dumps(c)[1:-1] for c in written)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if isinstance(obj, str) and attribute in METHODS:
-            return self._marks.method(attribute, obj)
+            return self.marks.method(attribute, obj)
         return super().getattr(obj, attribute)
 
     def compiled(self, source: str) -> Any:
@@ -158,8 +164,10 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(**self._options)
         _prepare(environment)
         try:
-            self._template = environment.from_string(source)
             tree = environment.parse(source)
+            self._template = environment.from_string(tree)
+            self._marked = _MarkedEnvironment(**self._options)
+            self._marked_template = self._marked.compiled(source)
         except Exception as error:  # jinja2's own, and whatever Python says of the code that it wrote
             raise Fault(f"a chat template that is none ({_reason(error)})", "a Jinja template") from error
         self.literals = "\0".join(
@@ -179,9 +187,10 @@ class ChatTemplate:
         data = [_message(message) for message in messages]
         marks = Marks(tokens, [self._source, *self._special_tokens.values(), *tokens, *_texts(data)])
         text = self._run(self._template, data, add_generation_prompt)
+        self._marked.marks = marks
         try:
             marked = self._run(
-                _MarkedEnvironment(marks, **self._options).compiled(self._source),
+                self._marked_template,
                 [marks.mark_data(message) for message in data],
                 add_generation_prompt,
             )

@@ -85,10 +85,22 @@ def test_generate_draws_by_seed_and_knows_the_chat_template(bundle: Path, capsys
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_control_tokens_of_a_prompt_are_text_unless_asked_for(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """BOS, <, the prompt and > of the template."""
+    for options, tokens in (([], 1 + 1 + 13 + 1), (["--parse-special"], 1 + 1 + 1 + 1)):
+        succeed(
+            "generate", "--bundle", bundle, "--chat", "--prompt", "<end_of_turn>", "--max-new-tokens", 1, *options
+        )  # fmt: skip
+        assert f"prefill {tokens} tokens" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--prompt", ""], "empty prompt"),
+        (["--prompt", "x", "--parse-special"], "no --chat"),
+        (["--prompt", "x\udcff"], "text that the tokenizer takes"),
+        (["--chat", "--prompt", "x\udcff"], "text that the tokenizer takes"),
         (["--prompt", "x" * 200], "201 tokens after 0; expected at most 96"),
         (["--prompt", "x", "--chunk", "17"], "expected 1 to 16"),
         (["--prompt", "x", "--temperature", "-1"], "temperature"),

@@ -144,6 +144,58 @@ def test_a_token_listed_twice_is_refused() -> None:
         build_tokenizer(data)
 
 
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"merges": ["a b", "q ☃"]}, "merge 'q ☃' with the unknown token '☃'"),
+        ({"merges": ["a b", "a c"]}, "merge 'a c' with the unknown token 'ac'"),
+        ({"merges": ["ab"]}, "merge 'ab'; expected two tokens"),
+        ({"merges": [" b"]}, "merge ' b'"),
+        ({"merges": [1]}, "1 in tokenizer.ggml.merges; expected items of type str"),
+        ({"merges": "a b"}, "without tokenizer.ggml.merges"),
+        ({"token_type": [1] * 5}, r"token_type with 5 items; expected one for each of \d+ tokens"),
+        ({"token_type": [0.5] * 267}, "items of type int"),
+        ({"tokens": [0, ""]}, "items of type str"),
+        ({"bos_token_id": 5000}, "bos_token_id = 5000"),
+        ({"eos_token_id": -1}, "eos_token_id = -1"),
+        ({"padding_token_id": 2.5}, "padding_token_id = 2.5"),
+        ({"eot_token_id": True}, "eot_token_id = True"),
+        ({"eom_token_id": "0"}, "eom_token_id = '0'"),
+        ({"add_bos_token": 1}, "add_bos_token = 1; expected true or false"),
+    ],
+)
+def test_a_tokenizer_that_contradicts_itself(tmp_path: Path, change: dict[str, Any], word: str) -> None:
+    data = byte_level() | {f"tokenizer.ggml.{key}": value for key, value in change.items()}
+    with pytest.raises(CheckpointError, match=word):
+        write_tokenizer(Holder(data), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"scores": [0.0]}, "scores with 1 items"),
+        ({"scores": ["a"]}, "items of type float"),
+        ({"unknown_token_id": 10**6}, "unknown_token_id = 1000000"),
+        ({"add_space_prefix": "no"}, "add_space_prefix = 'no'"),
+    ],
+)
+def test_a_scored_vocabulary_that_contradicts_itself(tmp_path: Path, change: dict[str, Any], word: str) -> None:
+    with pytest.raises(CheckpointError, match=word):
+        write_tokenizer(Holder(sentencepiece(**change)), tmp_path)
+
+
+@pytest.mark.parametrize("template", [1, ["x"], "{{", "{% endif %}"])
+def test_a_chat_template_that_is_none(tmp_path: Path, template: Any) -> None:
+    with pytest.raises(CheckpointError, match="template"):
+        write_tokenizer(Holder(byte_level() | {"tokenizer.chat_template": template}), tmp_path)
+
+
+def test_the_template_of_a_gguf_says_what_ends_an_answer(tmp_path: Path) -> None:
+    template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}<|turn|>{% endfor %}"
+    spec, _ = write(byte_level() | {"tokenizer.chat_template": template}, tmp_path)
+    assert spec.eos_token_ids == (0, 2)
+
+
 def spm_oracle(data: dict[str, Any]) -> Callable[[str], list[int]]:
     """llama.cpp's reading of a SentencePiece vocabulary: cut user-defined tokens out of the raw text, longest first; in
     what is left join the adjacent pair whose joined piece scores highest, leftmost among equals, until none is left;
