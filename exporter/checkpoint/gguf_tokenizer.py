@@ -21,6 +21,8 @@ from exporter.text.files import library_calls
 # Kinds of token, ``tokenizer.ggml.token_type``.
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 _SPACE = "▁"
+_NO_TOKEN = 2**32 - 1
+"""The -1 of some models' configs, as an unsigned number."""
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _PUNCTUATION_AND_SPACE = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -95,7 +97,9 @@ def _flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
 def _token(metadata: Mapping[str, Any], name: str) -> int | None:
     """The id `name`_token_id, which some token has; None if the file names none."""
     value, tokens = metadata.get(_key(f"{name}_token_id")), len(_list(metadata, "tokens", str))
-    if value is None or (type(value) is int and 0 <= value < tokens):
+    if value is None or value == _NO_TOKEN:
+        return None
+    if type(value) is int and 0 <= value < tokens:
         return value
     raise _contradiction(f"{_key(name)}_token_id = {value!r}", f"the id of one of {tokens} tokens")
 
@@ -211,7 +215,8 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
             ]
             tokenizer.add_tokens(added)
         if adds_bos(metadata):
-            bos = metadata[_key("bos_token_id")]
+            bos = _token(metadata, "bos")
+            assert bos is not None
             name = tokens[bos]
             tokenizer.post_processor = processors.TemplateProcessing(
                 single=f"{name} $A", pair=f"{name} $A {name} $B:1", special_tokens=[(name, bos)]

@@ -8,6 +8,7 @@ tokens of its rendered text.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +18,15 @@ from tokenizers import Tokenizer
 from exporter.text.files import Fault, encode, library_calls
 from exporter.text.template import ChatTemplate, Rendered
 
+_CONTROL = re.compile(r"<(?!0x[0-9A-F]{2}>).+>|\[.+\]", re.DOTALL)
 _FIRST_ALIAS = 0x100000
 """Supplementary private-use area B; marks are of area A."""
+
+
+def is_ordinary(tokenizer: Tokenizer, token: int) -> bool:
+    """Whether a token is a piece of text, as far as can be seen: it was not added, and has no brackets around it."""
+    text = tokenizer.id_to_token(token)
+    return text is not None and token not in tokenizer.get_added_tokens_decoder() and not _CONTROL.fullmatch(text)
 
 
 @dataclass(frozen=True, order=True)
@@ -43,7 +51,7 @@ class ChatEncoder:
     """Args:
     tokenizer: one that neither clips nor fills.
     template: the model's.
-    control: ids that are control tokens whatever else is said of them: those that end a text or begin it.
+    control: ids of tokens that end a text or begin it: control tokens, if they are no ordinary words.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, control: Iterable[int] = ()) -> None:
@@ -51,6 +59,7 @@ class ChatEncoder:
         self._added = {
             id: token for id, token in tokenizer.get_added_tokens_decoder().items() if not token.content.isspace()
         }
+        control = [id for id in control if not is_ordinary(tokenizer, id)]
         special = {id for id, token in self._added.items() if token.special}
         # An added token that is not special is one all the same where the template writes it: <think>, <tool_call>.
         in_template = {id for id, token in self._added.items() if token.content in template.literals}

@@ -10,7 +10,6 @@ tuned for chats says the latter, whatever its config says.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,12 +18,11 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from exporter.spec import TokenizerSpec
-from exporter.text.chat import ChatEncoder, Conversation
+from exporter.text.chat import ChatEncoder, Conversation, is_ordinary
 from exporter.text.files import CONFIG, TEMPLATE, Fault, encode, library_calls, read_object, read_template
 from exporter.text.files import special_tokens as read_special_tokens
 from exporter.text.template import ChatTemplate
 
-_CONTROL = re.compile(r"<(?!0x[0-9A-F]{2}>).+>|\[.+\]", re.DOTALL)
 _LARGEST = 2**31 - 1
 _ANSWER = "\ue0a0\ue0a1"
 """Private use: no template writes it by itself."""
@@ -100,13 +98,6 @@ def _bos(tokenizer: Tokenizer, directory: Path, named: Mapping[str, str], claims
     return own, own is not None and (bool(prefix) if says is None else says)
 
 
-def _is_ordinary(tokenizer: Tokenizer, token: int) -> bool:
-    """Whether a token is a piece of text, as far as can be seen."""
-    text = tokenizer.id_to_token(token)
-    added = tokenizer.get_added_tokens_decoder()
-    return text is not None and token not in added and not _CONTROL.fullmatch(text)
-
-
 @dataclass(frozen=True)
 class TokenizerFiles:
     """The tokenizer of a directory, its special tokens and its chat template, if it has one.
@@ -145,7 +136,7 @@ def begin_and_end(files: TokenizerFiles, claims: Claims) -> TokenizerSpec:
         named.append(token)
     if files.template is not None:
         named += _end_of_answer(files.encoder(named))
-    fallback = [token for token in claims.fallback_eos if not named or not _is_ordinary(tokenizer, token)]
+    fallback = [token for token in claims.fallback_eos if not named or not is_ordinary(tokenizer, token)]
     eos = dict.fromkeys([*claims.eos, *fallback, *named])
     return TokenizerSpec(
         bos_token_id=bos, eos_token_ids=tuple(eos), add_bos=add_bos, has_chat_template=files.template is not None

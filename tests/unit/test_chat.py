@@ -206,6 +206,12 @@ def test_a_message_hides_no_token_of_the_template() -> None:
     assert chat("{{ messages[0].content }}<turn>", "a", tokenizer).ids == [*bytes_of("a"), 258]
 
 
+def test_an_end_that_is_an_ordinary_word_is_a_word_in_messages() -> None:
+    quote = byte_level().token_to_id('"')
+    chat = ChatEncoder(byte_level(), ChatTemplate("{{ messages[0].content }}<turn>", SPECIAL), [quote])
+    assert chat.encode(user('"a"')).ids == [*bytes_of('"a"'), 258]
+
+
 def test_a_vocabulary_that_spells_its_control_tokens_is_refused() -> None:
     """A model of whole words has no other way to say <turn>."""
     tokenizer = Tokenizer(models.WordLevel({"<turn>": 0, "hi": 1, "?": 2}, unk_token="?"))

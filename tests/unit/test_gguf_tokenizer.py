@@ -326,6 +326,11 @@ def test_every_end_token_of_a_gguf_stops(tmp_path: Path) -> None:
     assert write(byte_level(eos_token_id=None), tmp_path)[0].eos_token_ids == ()
 
 
+def test_a_token_id_of_minus_one_is_none(tmp_path: Path) -> None:
+    spec, _ = write(byte_level(padding_token_id=2**32 - 1, eot_token_id=2**32 - 1, bos_token_id=2**32 - 1), tmp_path)
+    assert (spec.bos_token_id, spec.eos_token_ids, spec.add_bos) == (None, (0,), False)
+
+
 def test_ids_beyond_the_embedding_are_refused(tmp_path: Path) -> None:
     size = len(byte_level()["tokenizer.ggml.tokens"])
     assert write_tokenizer(Holder(byte_level(), size), tmp_path)
