@@ -16,7 +16,16 @@ from exporter.checkpoint.gguf_tokenizer import build_tokenizer, chat_template, c
 from exporter.errors import CheckpointError
 from exporter.spec import TokenizerSpec
 from exporter.text.ends import Claims, TokenizerFiles, begin_and_end, check_encodes, claims_of, largest_id
-from exporter.text.files import CONFIG, SPECIAL_TOKENS_MAP, TEMPLATE, TOKENIZER, Fault, load_tokenizer, read_object
+from exporter.text.files import (
+    CONFIG,
+    SPECIAL_TOKENS_MAP,
+    TEMPLATE,
+    TOKENIZER,
+    Fault,
+    library_calls,
+    load_tokenizer,
+    read_object,
+)
 
 _GENERATION, _PROCESSOR_TEMPLATE = "generation_config.json", "chat_template.json"
 _COPIED = (TOKENIZER, CONFIG, SPECIAL_TOKENS_MAP, TEMPLATE, _GENERATION)
@@ -76,11 +85,17 @@ def _template_of(value: Any, file: str) -> str | None:
 
 
 def _write_without_batching(path: Path) -> None:
-    """Truncation and padding in ``tokenizer.json`` are of training batches: whoever loads the copy gets neither."""
-    data = read_object(path)
-    if data.get("truncation") is not None or data.get("padding") is not None:
-        data |= {"truncation": None, "padding": None}
-        path.write_text(json.dumps(data, ensure_ascii=False, indent=2), encoding="utf-8")
+    """Truncation and padding in ``tokenizer.json`` are of training batches: whoever loads the copy gets neither.
+
+    Raises:
+        Fault: the file is no tokenizer.
+    """
+    with library_calls(f"a readable {TOKENIZER}"):
+        saved = Tokenizer.from_file(str(path))
+        batched = saved.truncation is not None or saved.padding is not None
+    if batched:
+        data = read_object(path) | {"truncation": None, "padding": None}
+        _write_text(path, json.dumps(data, ensure_ascii=False, indent=2))
 
 
 def _copy(checkpoint: SafetensorsCheckpoint, directory: Path) -> Claims:
@@ -94,7 +109,6 @@ def _copy(checkpoint: SafetensorsCheckpoint, directory: Path) -> Claims:
     for name in _COPIED:
         if (checkpoint.path / name).is_file():
             shutil.copyfile(checkpoint.path / name, directory / name)
-    load_tokenizer(directory / TOKENIZER)  # damage is said in the library's words
     _write_without_batching(directory / TOKENIZER)
     for file, place in ((CONFIG, directory), (_PROCESSOR_TEMPLATE, checkpoint.path)):
         template = _template_of(read_object(place / file).get("chat_template"), file)

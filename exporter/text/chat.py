@@ -64,6 +64,7 @@ class ChatEncoder:
         # An added token that is not special is one all the same where the template writes it: <think>, <tool_call>.
         in_template = {id for id, token in self._added.items() if token.content in template.literals}
         self._control = special | in_template | set(control)
+        self._last: tuple[dict[int, str], Tokenizer, dict[int, tuple[int, bool]]] | None = None
         self._spelled = {token.content for token in self._added.values()}
         self._spelled |= {text for id in control if (text := tokenizer.id_to_token(id)) is not None}
 
@@ -126,7 +127,9 @@ class ChatEncoder:
             text += rendered.text[end : token.start] + aliases[token.id]
             end = token.end
         text += rendered.text[end:]
-        tokenizer, back = self._renamed(aliases)
+        if self._last is None or self._last[0] != aliases:  # nearly always those of the last time
+            self._last = (aliases, *self._renamed(aliases))
+        _, tokenizer, back = self._last
         ids = [back.get(id, (id, False)) for id in encode(tokenizer, text).ids]
         own = [id for id, is_alias in ids if is_alias]
         if own != [token.id for token in written] or any(id in control and not is_alias for id, is_alias in ids):
@@ -157,10 +160,11 @@ class ChatEncoder:
             renamed = Tokenizer.from_str(json.dumps(data))
         back: dict[int, tuple[int, bool]] = {}
         words = renamed.get_vocab(with_added_tokens=False)
+        word_ids = set(words.values())
         for id, token in self._tokenizer.get_added_tokens_decoder().items():
             name = aliases.get(id, token.content)
             new = renamed.token_to_id(name)
-            if new is None or (name not in words and new in words.values()):
+            if new is None or (name not in words and new in word_ids):
                 raise Fault("a vocabulary with gaps in its ids", "ids without gaps, to tell control tokens from text")
             back[new] = (id, id in aliases)
         return renamed, back
