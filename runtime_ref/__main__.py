@@ -45,6 +45,9 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="Send the prompt as a user's turn by the chat template.")
     ] = False,
+    parse_special: Annotated[
+        bool, typer.Option("--parse-special", help="With --chat: let the prompt's text spell control tokens.")
+    ] = False,
     max_new_tokens: Annotated[int, typer.Option(help="Stop after this many tokens.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 takes the best token every time.")] = 0.0,
     top_p: Annotated[float | None, typer.Option(help="Draw among the best tokens of this total probability.")] = None,
@@ -65,7 +68,10 @@ def generate(
         raise ConfigError("--prompt", got="an empty prompt", expected="some text", repair="Give a prompt.")
     opened = choose(read_bundle(bundle), format)
     tokenizer = Tokenizer(opened)
-    ids = tokenizer.encode_chat([{"role": "user", "content": prompt}]) if chat else tokenizer.encode(prompt)
+    if chat:
+        ids = tokenizer.encode_chat([{"role": "user", "content": prompt}], parse_special=parse_special)
+    else:
+        ids = tokenizer.encode(prompt)
     session = _session(opened)
     typer.echo(session.state.report(), err=True)
     generation = Generation(session, tokenizer, ids, sampler=sampler, max_new_tokens=max_new_tokens, chunk=chunk)

@@ -49,10 +49,10 @@ class Generation:
                 expected="an integer >= 1",
                 repair="Ask for at least one token.",
             )
-        session.check(prompt, chunk, offset=session.length)
-        self._session, self._stream, self._sampler = session, TextStream(tokenizer), sampler
+        self._prompt, self._chunk = session.check(prompt, chunk, offset=session.length), chunk
+        self._session, self._stream, self._sampler = session, TextStream(tokenizer, self._prompt), sampler
         self._eos = frozenset(tokenizer.spec.eos_token_ids)
-        self._prompt, self._chunk, self._max_new_tokens = prompt, chunk, max_new_tokens
+        self._max_new_tokens = max_new_tokens
         self.tokens: list[int] = []
         self.reason = ""
         self.prefill_seconds = self.decode_seconds = 0.0

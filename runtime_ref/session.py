@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,31 @@ def load(path: Path | str, *, format: str | None = None, verify_files: bool = Tr
     return Session(bundle.manifest, load_program(bundle))
 
 
+def token_ids(ids: Iterable[Any]) -> list[int]:
+    """`ids` as integers: a list, a NumPy array or a tensor ``[n]`` of them.
+
+    Raises:
+        RuntimeLimitError: something that is no integer, or more than one axis.
+    """
+    listed = ids.tolist() if hasattr(ids, "tolist") else ids
+    if not isinstance(listed, Iterable) or isinstance(listed, str | bytes):
+        raise _no_ids(f"{ids!r:.60}")
+    return [_token_id(one) for one in listed]
+
+
+def _token_id(value: Any) -> int:
+    value = value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise _no_ids(f"{value!r:.60} among the token ids")
+    return value
+
+
+def _no_ids(got: str) -> RuntimeLimitError:
+    return RuntimeLimitError(
+        "session", got=got, expected="integers, one for each token", repair="Pass one list of ids, e.g. `ids[0]`."
+    )
+
+
 class Session:
     """One program, one state.
 
@@ -46,11 +72,12 @@ class Session:
         """Tokens seen."""
         return self.state.length
 
-    def prefill(self, ids: Sequence[int], chunk: int | None = None, *, reuse: bool = False) -> Tensor:
+    def prefill(self, ids: Iterable[int], chunk: int | None = None, *, reuse: bool = False) -> Tensor:
         """Run `ids` and return the logits of the last of them, [vocab] float32.
 
         Args:
-            ids: the tokens to append; with `reuse`, the whole conversation from its first token.
+            ids: the tokens to append, also as a NumPy array or a tensor ``[n]``; with `reuse`, the whole conversation
+                from its first token.
             chunk: tokens a call, 1 to the bundle's ``max_prefill_chunk`` (the default). A last piece of one token,
                 and every piece when chunk is 1, goes through `main`.
             reuse: keep the longest common prefix of `ids` and the tokens seen, rewinding to its end, and run the rest
@@ -60,26 +87,26 @@ class Session:
             RuntimeLimitError: nothing to run, an id outside the vocabulary, a chunk out of range, or more tokens than
                 the context. The session is as it was. (Whatever interrupts a running program resets the session.)
         """
-        self.check(ids, chunk, offset=0 if reuse else self.length)
+        tokens = self.check(ids, chunk, offset=0 if reuse else self.length)
         if reuse:
-            ids = ids[self._keep_prefix(ids) :]
-        return self._run(list(ids), chunk or self.manifest.max_prefill_chunk)
+            tokens = tokens[self._keep_prefix(tokens) :]
+        return self._run(tokens, chunk or self.manifest.max_prefill_chunk)
 
     def decode(self, token: int) -> Tensor:
         """Run one token through `main` and return its logits, [vocab] float32. Raises as `prefill`."""
-        self.check([token], offset=self.length)
-        return self._run([token], 1)
+        return self._run(self.check([token], offset=self.length), 1)
 
-    def check(self, ids: Sequence[int], chunk: int | None = None, *, offset: int = 0) -> None:
-        """Check that `ids` could run after `offset` tokens, without running them. Raises as `prefill`."""
+    def check(self, ids: Iterable[int], chunk: int | None = None, *, offset: int = 0) -> list[int]:
+        """`ids` as integers that could run after `offset` tokens; nothing runs. Raises as `prefill`."""
+        tokens = token_ids(ids)
         limit, vocab, largest = (
             self.manifest.max_context_length, self.manifest.model.vocab_size, self.manifest.max_prefill_chunk
         )  # fmt: skip
-        if not ids:
+        if not tokens:
             raise RuntimeLimitError(
                 "session", got="no tokens", expected="at least one", repair="Give a prompt that is not empty."
             )
-        outside = next((token for token in ids if not 0 <= token < vocab), None)
+        outside = next((token for token in tokens if not 0 <= token < vocab), None)
         if outside is not None:
             raise RuntimeLimitError(
                 "session",
@@ -94,13 +121,14 @@ class Session:
                 expected=f"1 to {largest}",
                 repair="Choose a chunk in that range, or export with a larger `max_prefill_chunk`.",
             )
-        if offset + len(ids) > limit:
+        if offset + len(tokens) > limit:
             raise RuntimeLimitError(
                 "session",
-                got=f"{len(ids)} tokens after {offset}",
+                got=f"{len(tokens)} tokens after {offset}",
                 expected=f"at most {limit} in all, the context of this bundle",
                 repair="Shorten the prompt, reset the session, or export with a longer context.",
             )
+        return tokens
 
     def reset(self) -> None:
         """Forget the conversation."""

@@ -9,10 +9,12 @@ from typing import Any
 import tokenizers
 
 from exporter.bundle import Bundle
+from exporter.chat import render, variables
 from exporter.errors import BundleError
+from exporter.special_tokens import control_ids
+from runtime_ref.plain_text import PlainText
 
 DIRECTORY = "tokenizer"
-SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class Tokenizer:
@@ -30,55 +32,58 @@ class Tokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(self._directory / "tokenizer.json"))
         except Exception as error:  # the library raises nothing narrower
             raise self._error(f"no usable {DIRECTORY}/tokenizer.json ({error})") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`. BOS comes from the manifest alone, so it cannot come twice, whether the text (a
-        rendered chat template) begins with it or the tokenizer's own post-processing would have added it."""
+        """Token ids of `text`; what spells a control token is that token. BOS comes from the manifest alone, so it
+        cannot come twice, whether the text begins with it or the tokenizer's own post-processing would have added it.
+        """
         return self.spec.with_bos(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, parse_special: bool = False) -> list[int]:
         """Token ids of `messages` (``role``, ``content``) rendered by the chat template, ready for the answer.
 
-        Raises:
-            BundleError: the bundle has no chat template, or it refuses the messages.
-        """
-        # Rendered in jinja's immutable sandbox: a template is untrusted code.
-        from jinja2.exceptions import TemplateError
-        from transformers.utils.chat_template_utils import render_jinja_template
+        Control tokens come from the template alone: what a message spells like one stays text, or it could end its
+        turn and begin one of the system's. With `parse_special` it is that token.
 
+        Raises:
+            BundleError: the bundle has no chat template, or it fails for the messages.
+        """
         if not self.spec.has_chat_template:
             raise self._error("no chat template")
-        template = (self._directory / "chat_template.jinja").read_text(encoding="utf-8")
-        config = self._config()
-        variables: dict[str, Any] = {name: _text(config[name]) for name in SPECIAL_TOKENS if name in config}
         try:
-            rendered = render_jinja_template(
-                [[dict(message) for message in messages]],
-                chat_template=template,
-                add_generation_prompt=True,
-                **variables,
-            )[0][0]
-        except TemplateError as error:
-            raise self._error(f"a chat template that refuses the messages ({error})") from error
-        return self.encode(rendered)
+            template = (self._directory / "chat_template.jinja").read_text(encoding="utf-8")
+            known = variables(self._json("tokenizer_config.json"), self._json("special_tokens_map.json"))
+        except (OSError, ValueError) as error:
+            raise self._error(f"no usable chat template ({error})") from error
+        if parse_special:
+            return self.encode(render(self._owner, template, messages, known, answering=True))
+        plain = PlainText(self._tokenizer, template, messages)
+        return self.spec.with_bos(plain.encode(render(self._owner, template, plain.messages, known, answering=True)))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` without special tokens; bytes that form no character become U+FFFD."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
-    def _config(self) -> dict[str, object]:
-        file = self._directory / "tokenizer_config.json"
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    def text_before(self, ids: Sequence[int]) -> list[int]:
+        """The last of `ids` that are text and that the text after them depends on: none behind a control token."""
+        control = control_ids(self._tokenizer, None)
+        last = list(ids[-TextStream.BEFORE :])
+        behind = max((place + 1 for place, id in enumerate(last) if id in control), default=0)
+        return last[behind:]
+
+    def _json(self, name: str) -> dict[str, Any]:
+        file = self._directory / name
+        values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        if not isinstance(values, dict):
+            raise ValueError(f"{name} holds a {type(values).__name__}")
+        return values
 
     def _error(self, got: str) -> BundleError:
         return BundleError(
             self._owner, got=got, expected="the tokenizer of the model", repair="Export a checkpoint that has it."
         )
-
-
-def _text(token: object) -> object:
-    """A special token in `tokenizer_config.json` is its text, or an object that holds it."""
-    return token["content"] if isinstance(token, dict) else token
 
 
 class TextStream:
@@ -88,10 +93,16 @@ class TextStream:
     tokenizers treat the first token of a text differently (a stripped leading space).
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    BEFORE = 8
+    """Tokens of a prompt that are decoded too; a character has four bytes at most."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
+        """`prompt`: what the text goes on from, so that it keeps its first space."""
         self._tokenizer = tokenizer
-        self._before: list[int] = []
-        self._pending: list[int] = []
+        before = tokenizer.text_before(prompt)
+        # A prompt of ids may end inside a character.
+        whole = next((n for n in range(4) if not tokenizer.decode(before[: len(before) - n]).endswith("\ufffd")), 0)
+        self._before, self._pending = before[: len(before) - whole], before[len(before) - whole :]
 
     def push(self, token: int) -> str:
         """The text that `token` completes; empty while a character is unfinished."""

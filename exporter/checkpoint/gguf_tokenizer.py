@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from exporter.errors import CheckpointError, UnsupportedModelError
+from exporter.special_tokens import NO_TOKEN, NamedTokens
 
 # Kinds of token, ``tokenizer.ggml.token_type``.
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
@@ -54,7 +55,8 @@ def _key(name: str) -> str:
     return f"tokenizer.ggml.{name}"
 
 
-def _list(metadata: Mapping[str, Any], name: str) -> list[Any]:
+def _list(metadata: Mapping[str, Any], name: str, kind: type, count: int | None = None) -> list[Any]:
+    """The array `name`, of `kind` and with `count` entries if that is known."""
     value = metadata.get(_key(name))
     if not isinstance(value, list):
         raise CheckpointError(
@@ -63,7 +65,34 @@ def _list(metadata: Mapping[str, Any], name: str) -> list[Any]:
             expected="a model that carries its tokenizer",
             repair="Convert the model again with its tokenizer.",
         )
+    other = next((one for one in value if not isinstance(one, kind) or isinstance(one, bool)), None)
+    if other is not None:
+        raise _contradiction(f"{other!r} in {_key(name)}", f"an array of {kind.__name__}")
+    if count is not None and len(value) != count:
+        raise _contradiction(f"{len(value)} entries of {_key(name)}", f"{count}, one for each token")
     return value
+
+
+def _contradiction(got: str, expected: str) -> CheckpointError:
+    return CheckpointError("tokenizer", got=got, expected=expected, repair="Convert the model again.")
+
+
+def _token(metadata: Mapping[str, Any], name: str) -> int | None:
+    """The id ``{name}_token_id``, or None for none.
+
+    Raises:
+        CheckpointError: there is no such token.
+    """
+    id, count = metadata.get(_key(f"{name}_token_id")), len(_tokens(metadata))
+    if id is None or (isinstance(id, int) and id in NO_TOKEN):
+        return None
+    if not isinstance(id, int) or isinstance(id, bool) or not 0 <= id < count:
+        raise _contradiction(f"{_key(name)}_token_id {id!r}", f"an id from 0 to {count - 1}")
+    return id
+
+
+def _tokens(metadata: Mapping[str, Any]) -> list[str]:
+    return _list(metadata, "tokens", str)
 
 
 def _unsupported(name: str, value: Any, expected: str) -> UnsupportedModelError:
@@ -75,11 +104,23 @@ def _unsupported(name: str, value: Any, expected: str) -> UnsupportedModelError:
     )
 
 
+def _merge(merge: str, vocab: Mapping[str, int]) -> tuple[str, str]:
+    """``"left right"``; both, and the two together, are tokens.
+
+    Raises:
+        CheckpointError: they are not.
+    """
+    left, blank, right = merge.partition(" ")
+    if not blank or not vocab.keys() >= {left, right, left + right}:
+        raise _contradiction(f"the merge {merge!r}", "two tokens of the vocabulary that make a third")
+    return left, right
+
+
 def _byte_level(metadata: Mapping[str, Any], vocab: dict[str, int]) -> Tokenizer:
     pre = metadata.get(_key("pre"))
     if pre not in _PRE_TOKENIZERS:
         raise _unsupported("pre", pre, f"one of {', '.join(sorted(_PRE_TOKENIZERS))}")
-    merges = [tuple(merge.split(" ", 1)) for merge in _list(metadata, "merges")]
+    merges = [_merge(merge, vocab) for merge in _list(metadata, "merges", str)]
     # Llama 3 takes a word that is in the vocabulary whole, whatever the merges say.
     tokenizer = Tokenizer(BPE(vocab, merges, ignore_merges=pre == "llama-bpe"))
     if pre == "qwen2":
@@ -106,9 +147,10 @@ def _sentencepiece(metadata: Mapping[str, Any], vocab: dict[str, int]) -> Tokeni
     for name in ("precompiled_charsmap", "remove_extra_whitespaces"):
         if metadata.get(_key(name)):
             raise _unsupported(name, "set", "a tokenizer that leaves text as it is")
-    tokens = _list(metadata, "tokens")
-    merges = score_merges(tokens, _list(metadata, "scores"), _list(metadata, "token_type"))
-    unknown = metadata.get(_key("unknown_token_id"))
+    tokens = _tokens(metadata)
+    count = len(tokens)
+    merges = score_merges(tokens, _list(metadata, "scores", float, count), _list(metadata, "token_type", int, count))
+    unknown = _token(metadata, "unknown")
     tokenizer = Tokenizer(
         BPE(vocab, merges, unk_token=None if unknown is None else tokens[unknown], fuse_unk=True, byte_fallback=True)
     )
@@ -129,7 +171,7 @@ _MODELS = {"gpt2": _byte_level, "llama": _sentencepiece}
 def adds_bos(metadata: Mapping[str, Any]) -> bool:
     """Whether text begins with BOS; files older than the flag follow llama.cpp's default for their kind."""
     default = metadata.get(_key("model")) == "llama" or metadata.get(_key("pre")) == "llama-bpe"
-    return bool(metadata.get(_key("add_bos_token"), default)) and metadata.get(_key("bos_token_id")) is not None
+    return bool(metadata.get(_key("add_bos_token"), default)) and _token(metadata, "bos") is not None
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
@@ -142,7 +184,8 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     model = metadata.get(_key("model"))
     if model not in _MODELS:
         raise _unsupported("model", model, f"one of {', '.join(sorted(_MODELS))}")
-    tokens, types = _list(metadata, "tokens"), _list(metadata, "token_type")
+    tokens = _tokens(metadata)
+    types = _list(metadata, "token_type", int, len(tokens))
     vocab = {token: i for i, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
         raise CheckpointError(
@@ -161,8 +204,8 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         ]
         tokenizer.add_tokens(added)
     assert tokenizer.get_vocab_size(with_added_tokens=True) == len(tokens)
-    if adds_bos(metadata):
-        bos = metadata[_key("bos_token_id")]
+    bos = _token(metadata, "bos")
+    if adds_bos(metadata) and bos is not None:
         name = tokens[bos]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{name} $A", pair=f"{name} $A {name} $B:1", special_tokens=[(name, bos)]
@@ -172,19 +215,21 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
 
 def tokenizer_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """What ``tokenizer_config.json`` must say for `transformers.AutoTokenizer` to load the same tokenizer."""
-    tokens = _list(metadata, "tokens")
+    tokens = _tokens(metadata)
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "add_bos_token": adds_bos(metadata),
     }
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        if (token := metadata.get(_key(f"{key}_token_id"))) is not None:
+        if (token := _token(metadata, key)) is not None:
             config[f"{name}_token"] = tokens[token]
     return config
 
 
-def eos_token_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    """Every token that ends a generation: end of sequence, of turn, of message."""
-    ids = [metadata.get(_key(f"{name}_token_id")) for name in ("eos", "eot", "eom")]
-    return tuple(dict.fromkeys(token for token in ids if token is not None))
+def named_tokens(metadata: Mapping[str, Any]) -> list[NamedTokens]:
+    """BOS, and every token that ends a generation: end of sequence, of turn, of message."""
+    ends = [_token(metadata, name) for name in ("eos", "eot", "eom")]
+    return [
+        NamedTokens(file="GGUF metadata", bos=_token(metadata, "bos"), eos=[one for one in ends if one is not None])
+    ]

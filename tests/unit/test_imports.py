@@ -20,6 +20,8 @@ RUNTIME_LEAFS = {
     "exporter.backends",  # the registry: which module runs the programs of a format
     "exporter.lengths",  # the usual contexts, and one way to ask for others
     "exporter.units",  # sizes in the same words
+    "exporter.chat",  # a chat template is rendered in one way
+    "exporter.special_tokens",  # which tokens steer the model
 }
 COMMAND_LEAFS = {
     "exporter.console": {"__main__"},  # tables as wide as elsewhere
@@ -56,6 +58,7 @@ LEAFS: dict[str, set[str]] = {
     "spec/checks": KINDS,
     "spec/__init__": DATA | KINDS | SPEC,
     "console": set(),
+    "special_tokens": {"exporter.errors", "exporter.chat"},
     "errors": set(),
     "optional": {"exporter.errors", "exporter.quiet", "exporter.backends"},  # the registry knows an extra's platforms
     "quiet": set(),
