@@ -65,9 +65,9 @@ def _list(metadata: Mapping[str, Any], name: str, kind: type, count: int | None 
             expected="a model that carries its tokenizer",
             repair="Convert the model again with its tokenizer.",
         )
-    other = next((one for one in value if not isinstance(one, kind) or isinstance(one, bool)), None)
-    if other is not None:
-        raise _contradiction(f"{other!r} in {_key(name)}", f"an array of {kind.__name__}")
+    others = [one for one in value if not isinstance(one, kind) or isinstance(one, bool)]
+    if others:
+        raise _contradiction(f"{others[0]!r} in {_key(name)}", f"an array of {kind.__name__}")
     if count is not None and len(value) != count:
         raise _contradiction(f"{len(value)} entries of {_key(name)}", f"{count}, one for each token")
     return value
@@ -118,7 +118,7 @@ def _merge(merge: str, vocab: Mapping[str, int]) -> tuple[str, str]:
 
 def _byte_level(metadata: Mapping[str, Any], vocab: dict[str, int]) -> Tokenizer:
     pre = metadata.get(_key("pre"))
-    if pre not in _PRE_TOKENIZERS:
+    if not isinstance(pre, str) or pre not in _PRE_TOKENIZERS:
         raise _unsupported("pre", pre, f"one of {', '.join(sorted(_PRE_TOKENIZERS))}")
     merges = [_merge(merge, vocab) for merge in _list(metadata, "merges", str)]
     # Llama 3 takes a word that is in the vocabulary whole, whatever the merges say.
@@ -182,7 +182,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         CheckpointError: a part of the tokenizer is missing.
     """
     model = metadata.get(_key("model"))
-    if model not in _MODELS:
+    if not isinstance(model, str) or model not in _MODELS:
         raise _unsupported("model", model, f"one of {', '.join(sorted(_MODELS))}")
     tokens = _tokens(metadata)
     types = _list(metadata, "token_type", int, len(tokens))
