@@ -15,7 +15,7 @@ from exporter.checkpoint import Checkpoint, GGUFCheckpoint, SafetensorsCheckpoin
 from exporter.checkpoint.gguf_tokenizer import build_tokenizer, chat_template, claims, tokenizer_config
 from exporter.errors import CheckpointError
 from exporter.spec import TokenizerSpec
-from exporter.text.ends import Claims, TokenizerFiles, begin_and_end, check_encodes, claims_of, largest_id
+from exporter.text.ends import Claims, TokenizerFiles, begin_and_end, check_encodes, claims_of, largest_ids
 from exporter.text.files import (
     CONFIG,
     SPECIAL_TOKENS_MAP,
@@ -110,10 +110,13 @@ def _copy(checkpoint: SafetensorsCheckpoint, directory: Path) -> Claims:
         if (checkpoint.path / name).is_file():
             shutil.copyfile(checkpoint.path / name, directory / name)
     _write_without_batching(directory / TOKENIZER)
-    for file, place in ((CONFIG, directory), (_PROCESSOR_TEMPLATE, checkpoint.path)):
-        template = _template_of(read_object(place / file).get("chat_template"), file)
-        if template is not None and not (directory / TEMPLATE).is_file():
-            _write_text(directory / TEMPLATE, template)
+    templates = [
+        _template_of(read_object(checkpoint.path / file).get("chat_template"), file)
+        for file in (CONFIG, _PROCESSOR_TEMPLATE)
+    ]
+    template = next((template for template in templates if template is not None), None)
+    if template is not None and not (checkpoint.path / TEMPLATE).is_file():
+        _write_text(directory / TEMPLATE, template)
     return claims_of(checkpoint.hf_config, read_object(directory / _GENERATION))
 
 
@@ -154,12 +157,14 @@ def write_tokenizer(checkpoint: Checkpoint, directory: Path) -> TokenizerSpec:
         files = TokenizerFiles(load_tokenizer(directory / TOKENIZER), directory)
         check_encodes(files.tokenizer, ROUND_TRIP_TEXTS)
         spec = begin_and_end(files, claims)
-        largest = largest_id(files, spec)
-    if largest >= checkpoint.spec.vocab_size:
-        raise CheckpointError(
-            f"tokenizer of {checkpoint.name}",
-            got=f"token id {largest}",
-            expected=f"ids below the model's vocab_size {checkpoint.spec.vocab_size}",
-            repair="Tokenizer and weights do not belong together: fetch both again.",
-        )
+        largest_of = largest_ids(files, spec)
+    for what, largest in largest_of.items():
+        if largest >= checkpoint.spec.vocab_size:
+            raise CheckpointError(
+                f"tokenizer of {checkpoint.name}",
+                got=f"token id {largest} ({files.tokenizer.id_to_token(largest)}) in {what}",
+                expected=f"ids below the model's vocab_size {checkpoint.spec.vocab_size}",
+                repair="Tokenizer and weights do not belong together: fetch both again, or the weights whose embedding "
+                "was resized for the added tokens.",
+            )
     return spec

@@ -1,4 +1,8 @@
-"""The file of a saved conversation: safetensors with a version and a fingerprint of the model."""
+"""The file of a saved conversation: safetensors with a version, a fingerprint of the model and checksums.
+
+Version 2 has ``checksums``, the SHA-256 of every tensor's bytes by name, and ``seal``, that of all the other metadata:
+a byte that changed on a disk or on the way is found, wherever it is. (Who can write the file can write both anew.)
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from torch import Tensor
 from exporter.errors import UserError
 from exporter.spec import Manifest
 
-STATE_VERSION = "1"
+STATE_VERSION = "2"
 _TOKENS = "tokens"
 _DTYPES = {"F32": "float32", "F16": "float16", "I8": "int8", "I64": "int64"}
 """In the words of manifests."""
@@ -43,10 +47,17 @@ def write_state(
     Raises:
         StateFileError: the file cannot be written.
     """
-    metadata = {"version": STATE_VERSION, "fingerprint": fingerprint(manifest), "high_water": str(high_water)}
+    kept = {**tensors, _TOKENS: torch.tensor(tokens, dtype=torch.int64)}
+    metadata = {
+        "version": STATE_VERSION,
+        "fingerprint": fingerprint(manifest),
+        "high_water": str(high_water),
+        "checksums": json.dumps({name: checksum(tensor) for name, tensor in kept.items()}),
+    }
+    metadata["seal"] = seal(metadata)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
-        save_file({**tensors, _TOKENS: torch.tensor(tokens, dtype=torch.int64)}, partial, metadata)
+        save_file(kept, partial, metadata)
         os.replace(partial, path)
     except (OSError, SafetensorError) as error:
         raise _error(path, f"a file that cannot be written ({error})", "Free some space or choose another.") from error
@@ -71,13 +82,20 @@ def read_state(path: Path, manifest: Manifest) -> tuple[dict[str, Tensor], list[
                 raise _error(path, f"state version {metadata.get('version')}", "Run the prompt again and save anew.")
             if metadata.get("fingerprint") != fingerprint(manifest):
                 raise _error(path, "the state of another model", "Load it into the bundle that wrote it.")
+            if metadata.get("seal") != seal(metadata):
+                raise _damaged(path, "its header")
             # Whoever has the bundle can compute its fingerprint.
             held = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
             found = {name: (tuple(one.get_shape()), _DTYPES.get(one.get_dtype())) for name, one in held.items()}
             if wrong := _wrong_tensor(found, manifest):
                 raise _error(path, wrong, "Name a file that `save` wrote.")
             tensors = {name: file.get_tensor(name) for name in found}
-    except (OSError, SafetensorError) as error:
+            checksums = json.loads(metadata.get("checksums", "{}"))
+            if not isinstance(checksums, dict):
+                raise _damaged(path, "its checksums")
+            if damaged := [name for name, tensor in tensors.items() if checksums.get(name) != checksum(tensor)]:
+                raise _damaged(path, ", ".join(damaged))
+    except (OSError, SafetensorError, ValueError) as error:  # ValueError: of JSON and of names that are no UTF-8
         raise _error(path, f"a file that cannot be read ({error})", "Name a file that `save` wrote.") from error
     tokens: list[int] = tensors.pop(_TOKENS).tolist()
     high_water = metadata.get("high_water", "")
@@ -101,6 +119,21 @@ def _wrong_tensor(found: Mapping[str, tuple[tuple[int, ...], str | None]], manif
             return f"{got} where {list(one[0])} {one[1]} was saved"
     others = found.keys() - wanted.keys() - {_TOKENS}
     return f"also {', '.join(sorted(others))}" if others else None
+
+
+def checksum(tensor: Tensor) -> str:
+    """SHA-256 of a tensor's bytes, in hexadecimal."""
+    return hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
+
+
+def seal(metadata: Mapping[str, str]) -> str:
+    """SHA-256 of all metadata but itself."""
+    others = {name: value for name, value in metadata.items() if name != "seal"}
+    return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
+
+
+def _damaged(path: Path, what: str) -> StateFileError:
+    return _error(path, f"other bytes than were saved, in {what}", "Copy the file again, or run the prompt anew.")
 
 
 def _error(path: Path, got: str, repair: str) -> StateFileError:

@@ -34,6 +34,8 @@ class Tokenizer:
         self._chat: ChatEncoder | None = None
         with self._faults_of_the_bundle():
             self._tokenizer = load_tokenizer(self._directory / TOKENIZER)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(id for id, token in added.items() if token.special)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, in which control tokens may be spelled. BOS comes from the manifest alone, so it cannot
@@ -80,6 +82,11 @@ class Tokenizer:
         with self._faults_of_the_bundle(), library_calls("a tokenizer that decodes"):
             return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
+    def behind_control(self, ids: list[int]) -> list[int]:
+        """What of `ids` is behind the last special token."""
+        place = next((n for n in range(len(ids), 0, -1) if ids[n - 1] in self._special), 0)
+        return ids[place:]
+
     def _control(self) -> set[int]:
         bos = self.spec.bos_token_id
         return {*self.spec.eos_token_ids} | ({bos} if bos is not None else set())
@@ -101,7 +108,7 @@ class TextStream:
 
     Each step decodes the tokens since the last whole character, preceded by those of the step before, at first by the
     end of the prompt: tokenizers treat the first token of a text differently (a stripped leading space). The text of
-    the prompt and what this gives are the text of all tokens.
+    the prompt and what this gives are the text of all tokens; behind a control token a text begins.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
@@ -148,7 +155,9 @@ class TextStream:
         return 0  # none, or bytes that begin none
 
     def _context(self, prompt: list[int]) -> list[int]:
-        """A few tokens of the end of `prompt` that have text, or all: after them no token is the first of a text."""
+        """A few tokens of the end of `prompt` that have text: after them no token is the first of a text. Behind a
+        control token a text begins."""
+        prompt = self._tokenizer.behind_control(prompt)
         count = 8
         while count < len(prompt) and not self._tokenizer.decode(prompt[-count:]).strip():
             count *= 2

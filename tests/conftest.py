@@ -161,5 +161,11 @@ def int4_bundle(exported: Callable[..., Path], tiny_checkpoint: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def coreml_bundle(exported: Callable[..., Path], tiny_checkpoint: Path) -> Path:
+    """A Core ML package with int8 weights."""
+    return exported(tiny_checkpoint, "apple", targets=["coreml"], coreml={"weights": "int8"})
+
+
+@pytest.fixture(scope="session")
 def mixed_bundle(exported: Callable[..., Path], tiny_checkpoint: Path) -> Path:
     return exported(tiny_checkpoint, "mixed", executorch={"quantization": MIXED})

@@ -29,6 +29,14 @@ class GGUFCheckpoint(Checkpoint):
         self.path = path
         header = read_header(path)
         self.metadata, self._tensors = header.metadata, header.tensors
+        kind = self.metadata.get("general.type", "model")
+        if kind != "model":
+            raise CheckpointError(
+                f"checkpoint {path.name}",
+                got=f"a GGUF file of type {kind!r}, which is no model by itself",
+                expected="the model, with everything merged into it",
+                repair="Name the model's file; merge an adapter first (llama.cpp: llama-export-lora).",
+            )
         self.name = str(self.metadata.get("general.name", path.stem))
         self.license = license if license is not None else self.metadata.get("general.license")
         shapes = {name: tensor.shape for name, tensor in self._tensors.items()}

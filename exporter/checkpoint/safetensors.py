@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from exporter.checkpoint.kind import kind_of, refuse_kind
 from exporter.checkpoint.plan import StoredTensor
 from exporter.errors import CheckpointError
 from exporter.families import from_hf
+from exporter.families.quantised import method_of_tensors, refuse_quantised
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHTS_AT_A_TIME = 2**25
@@ -43,6 +45,22 @@ def read_json(path: Path) -> dict[str, Any]:
             repair="Fetch the file again.",
         )
     return data
+
+
+_ADAPTER = re.compile(
+    r"adapter_config\.json|((adapters?|lora|pytorch_lora_weights)([._-].*)?|.*[._-]lora)\.(safetensors|bin|npz|pt)"
+)
+"""Files of PEFT, MLX, torchtune and others. Folders (of a training's checkpoints) do not count."""
+
+
+def _adapter(owner: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        owner,
+        got=f"an adapter beside the weights ({what})",
+        expected="weights that it is merged into, or none",
+        repair="Merge it (peft: `PeftModel.from_pretrained(...).merge_and_unload().save_pretrained(...)`), or move it "
+        "out of the directory to export the model without it.",
+    )
 
 
 def _refuse_others(files: Iterable[Path]) -> None:
@@ -83,6 +101,7 @@ class SafetensorsCheckpoint(Checkpoint):
             )
         self.hf_config = read_json(config_file)
         self._index = self._weight_map()
+        self._refuse_adapters()
         _refuse_others(self.weight_files)
         self.table, self.spec = from_hf(self.hf_config)
 
@@ -115,6 +134,12 @@ class SafetensorsCheckpoint(Checkpoint):
             )
         return shards
 
+    def _refuse_adapters(self) -> None:
+        """Raise for an adapter that lies in the directory: the weights without it are another model."""
+        names = [path.name for path in sorted(self.path.iterdir()) if path.is_file() and _ADAPTER.fullmatch(path.name)]
+        if names:
+            raise _adapter(f"checkpoint {self.name}", ", ".join(names))
+
     @property
     def files(self) -> tuple[Path, ...]:
         index = () if WEIGHTS in self._index else (self.path / INDEX,)
@@ -128,6 +153,7 @@ class SafetensorsCheckpoint(Checkpoint):
         stored: list[StoredTensor] = []
         absent: list[str] = []
         dtypes: list[str] = []
+        foreign: dict[str, str] = {}
         for file, promised in self._index.items():
             with _opened(self.path / file) as weights:
                 keys = list(weights.keys())
@@ -136,9 +162,15 @@ class SafetensorsCheckpoint(Checkpoint):
                     if self.table.is_ignored(key):
                         continue
                     view, raw = weights.get_slice(key), self.table.is_raw(key)
+                    if view.get_dtype() not in (*_RAW, *_DTYPES) or not (raw or self.table.knows(key)):
+                        foreign[key] = view.get_dtype()
                     if view.get_dtype() not in (_RAW if raw else _DTYPES):
                         dtypes.append(f"{key} in {file} is {view.get_dtype()}")
                     stored.append(StoredTensor(key, file, tuple(view.get_shape()), raw))
+        if lora := next((key for key in foreign if "lora_" in key.lower()), None):
+            raise _adapter(f"checkpoint {self.name}", lora)
+        if (method := method_of_tensors(foreign)) is not None:
+            raise refuse_quantised(f"checkpoint {self.name}", method)
         for wrong, expected in (
             (absent, "every tensor the index names in the shard it names"),
             (dtypes, f"weights of type {', '.join(_DTYPES)}"),

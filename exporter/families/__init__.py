@@ -13,7 +13,8 @@ from pydantic import ValidationError
 
 from exporter.errors import UnsupportedModelError
 from exporter.families.base import Described, Family, ReadTensor, Shapes
-from exporter.families.reading import contradiction, refuse_flags, section
+from exporter.families.quantised import method_of_config, refuse_quantised
+from exporter.families.reading import contradiction
 
 __all__ = ["ARCHITECTURES", "MODEL_TYPES", "Described", "Family", "discover", "from_gguf", "from_hf"]
 
@@ -56,8 +57,9 @@ def from_hf(config: Mapping[str, Any]) -> Described:
         CheckpointError: the config contradicts itself.
     """
     family = _find("model_type", config.get("model_type"), MODEL_TYPES)
-    if section(config, "quantization_config").get("quant_method") not in family.quant_methods:
-        refuse_flags(config, ("quantization_config",))
+    method = method_of_config(config)
+    if method is not None and method not in family.quant_methods:
+        raise refuse_quantised("model config", method)
     try:
         return family.from_hf(config)
     except ValidationError as error:

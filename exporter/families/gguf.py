@@ -46,7 +46,8 @@ class GGUFMetadata:
     def __init__(self, metadata: Mapping[str, Any], shapes: Shapes, known: frozenset[str]) -> None:
         self.architecture = str(metadata["general.architecture"])
         self.shapes = shapes
-        self._tokens = len(metadata.get("tokenizer.ggml.tokens", ()))
+        tokens = metadata.get("tokenizer.ggml.tokens")
+        self._tokens = len(tokens) if isinstance(tokens, list) else 0  # the tokenizer's own reader judges the rest
         prefix = self.architecture + "."
         self._values = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
         if unknown := sorted(set(self._values) - known):
@@ -63,7 +64,7 @@ class GGUFMetadata:
         """
         value = self._values.get(key, default)
         if isinstance(value, list):
-            if len(set(value)) != 1:
+            if not value or any(one != value[0] for one in value):
                 raise unsupported(f"{self.architecture}.{key} that differs from layer to layer", "one number")
             value = value[0]
         return short_decimal(value) if isinstance(value, float) else value

@@ -20,7 +20,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
 }
 _ROPE_KEYS = {
-    "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
+    "rope_type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
     "attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor", "mscale", "mscale_all_dim",
     "truncate",
 }  # fmt: skip
@@ -121,12 +121,28 @@ def rope_parameters(config: Mapping[str, Any], layer_type: LayerType, default_th
     """The RoPE parameters of one kind of layer, with `rope_theta` filled in.
 
     Transformers spelt them ``rope_theta`` beside ``rope_scaling`` (up to v4), then ``rope_parameters``, flat or one
-    dictionary a layer type (v5); what stands inside wins over what stands beside.
+    dictionary a layer type (v5); what stands inside wins over what stands beside. ``rope_scaling`` that was
+    added to a config of v5 by hand is what counts.
+
+    Raises:
+        UnsupportedModelError: the two contradict each other.
     """
-    parameters = section(config, "rope_parameters")
-    if any(key in parameters for key in LAYER_TYPES):
-        parameters = section(parameters, layer_type)
-    result = {**parameters, **section(config, "rope_scaling")}
+    parameters, scaling = (
+        _one_type(section(found, layer_type) if any(key in found for key in LAYER_TYPES) else found, name)
+        for name in ("rope_parameters", "rope_scaling")
+        for found in [section(config, name)]
+    )
+    if scaling and parameters:
+        unsaid = {"rope_type"} if parameters.get("rope_type") == "default" else set()
+        # Transformers drops the whole of `rope_parameters`, and takes the theta that stands beside or its default.
+        theta = {"rope_theta": default_theta if config.get("rope_theta") is None else config["rope_theta"]}
+        for key in sorted(parameters.keys() - unsaid):
+            other = (theta | scaling).get(key, parameters[key])
+            if other != parameters[key]:
+                raise unsupported(
+                    f"{key} {parameters[key]} in rope_parameters and {other} by rope_scaling", "one of the two sections"
+                )
+    result = {**parameters, **scaling}
     for key, default in (("rope_theta", default_theta), ("partial_rotary_factor", 1.0)):
         if result.get(key) is None:
             beside = config.get(key)
@@ -138,6 +154,15 @@ def rope_parameters(config: Mapping[str, Any], layer_type: LayerType, default_th
     return result
 
 
+def _one_type(parameters: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """`parameters` with their type as ``rope_type``, whose older name is ``type``."""
+    old, new = parameters.get("type"), parameters.get("rope_type")
+    if old is not None and new is not None and old != new:
+        raise unsupported(f"type {old!r} and rope_type {new!r} in {where}", "one of them")
+    named = {} if old is None and new is None else {"rope_type": old if new is None else new}
+    return {key: value for key, value in parameters.items() if key not in ("type", "rope_type")} | named
+
+
 def _mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
@@ -146,7 +171,7 @@ def rope_spec(parameters: Mapping[str, Any], head_dim: int, max_position_embeddi
     """A `RopeSpec` of `rope_parameters`' result (meaning of the keys: ``transformers.modeling_rope_utils``)."""
     if unknown := sorted(set(parameters) - _ROPE_KEYS):
         raise unsupported(f"RoPE parameters {', '.join(unknown)}", f"among {', '.join(sorted(_ROPE_KEYS))}")
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    kind = parameters.get("rope_type") or "default"
     plain = RopeSpec(
         theta=positive_number(parameters, "rope_theta"),
         rotary_dim=int(head_dim * positive_number(parameters, "partial_rotary_factor")),

@@ -303,6 +303,11 @@ class TensorTable:
         """True for a tensor that carries nothing the decoder needs."""
         return self.pieces.get(self.key(name)) == () or any(re.fullmatch(pattern, name) for pattern in self.ignored)
 
+    def knows(self, name: str) -> bool:
+        """Whether a stored tensor of that name brings a parameter, or stands beside one that does."""
+        key = self.key(name)
+        return key in self.pieces or any(key in piece.beside for pieces in self.pieces.values() for piece in pieces)
+
     def is_raw(self, name: str) -> bool:
         """True for a tensor that is stored as bytes."""
         return self.key(name) in self._raw

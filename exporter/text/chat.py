@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from exporter.text.files import Fault, encode, library_calls
 from exporter.text.template import ChatTemplate, Rendered
@@ -21,6 +21,8 @@ from exporter.text.template import ChatTemplate, Rendered
 _CONTROL = re.compile(r"<(?!0x[0-9A-F]{2}>).+>|\[.+\]", re.DOTALL)
 _FIRST_ALIAS = 0x100000
 """Supplementary private-use area B; marks are of area A."""
+_NOTHING = -1
+"""The id of a character there that cuts text without being a token of it."""
 
 
 def is_ordinary(tokenizer: Tokenizer, token: int) -> bool:
@@ -130,19 +132,29 @@ class ChatEncoder:
         if self._last is None or self._last[0] != aliases:  # nearly always those of the last time
             self._last = (aliases, *self._renamed(aliases))
         _, tokenizer, back = self._last
-        ids = [back.get(id, (id, False)) for id in encode(tokenizer, text).ids]
-        own = [id for id, is_alias in ids if is_alias]
-        if own != [token.id for token in written] or any(id in control and not is_alias for id, is_alias in ids):
-            raise Fault(
-                "a message that the tokenizer makes a control token of even as plain text",
-                "a tokenizer that has its control tokens apart from its text",
-            )
-        return [id for id, _ in ids]
+        while True:
+            encoding = encode(tokenizer, text)
+            ids = [back.get(id, (id, False)) for id in encoding.ids]
+            places = zip(encoding.offsets, ids, strict=True)
+            spans = [span for span, (id, is_alias) in places if id in control and not is_alias]
+            if not spans:
+                break
+            # A vocabulary that has its control tokens among its words: they are spelled by their parts.
+            if any(end - start < 2 for start, end in spans):
+                raise Fault(
+                    "a message that the tokenizer makes a control token of even as plain text",
+                    "a tokenizer that has its control tokens apart from its text",
+                )
+            for _, end in reversed(spans):
+                text = text[: end - 1] + aliases[_NOTHING] + text[end - 1 :]
+        if [id for id, is_alias in ids if is_alias] != [token.id for token in written]:
+            raise self._undecided(rendered.text, next(iter(written), None))
+        return [id for id, _ in ids if id != _NOTHING]
 
     def _aliases(self, text: str, ids: Iterable[int]) -> dict[int, str]:
         taken = set(text).union(*(token.content for token in self._added.values()))
         free = (chr(point) for point in range(_FIRST_ALIAS, 0x10FFFE) if chr(point) not in taken)
-        return dict(zip(sorted(ids), free, strict=False))
+        return dict(zip([_NOTHING, *sorted(ids)], free, strict=False))
 
     def _renamed(self, aliases: Mapping[int, str]) -> tuple[Tokenizer, dict[int, tuple[int, bool]]]:
         """The tokenizer with other names for some added tokens; and, of its added tokens, the id here and whether that
@@ -158,13 +170,14 @@ class ChatEncoder:
                     if token["normalized"] and normalizer and alias not in normalizer.normalize_str(alias):
                         token["normalized"] = False
             renamed = Tokenizer.from_str(json.dumps(data))
+            renamed.add_tokens([AddedToken(aliases[_NOTHING], special=True, normalized=False)])
         back: dict[int, tuple[int, bool]] = {}
         words = renamed.get_vocab(with_added_tokens=False)
         word_ids = set(words.values())
-        for id, token in self._tokenizer.get_added_tokens_decoder().items():
-            name = aliases.get(id, token.content)
+        names = {id: token.content for id, token in self._tokenizer.get_added_tokens_decoder().items()}
+        for id, name in {**names, **aliases}.items():
             new = renamed.token_to_id(name)
             if new is None or (name not in words and new in word_ids):
                 raise Fault("a vocabulary with gaps in its ids", "ids without gaps, to tell control tokens from text")
-            back[new] = (id, id in aliases)
+            back[new] = (id, id in aliases and id != _NOTHING)
         return renamed, back

@@ -65,11 +65,17 @@ def claims_of(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Claim
         Fault: an id is none.
     """
     text = config.get("text_config")
-    parts = [("generation_config.json", generation), ("config.json", text if isinstance(text, dict) else {})]
-    parts.append(("config.json", config))
-    bos = [token for file, values in parts for token in token_ids(file, values, "bos_token_id")]
-    eos = [token_ids(file, values, "eos_token_id") for file, values in parts]
-    return Claims(bos=bos[0] if bos else None, eos=eos[0], fallback_eos=eos[1] + eos[2])
+    text = text if isinstance(text, dict) else {}
+    bos, eos = (
+        [
+            token_ids(file, values, key)
+            for file, values in (("generation_config.json", generation), ("config.json", config), ("config.json", text))
+        ]
+        for key in ("bos_token_id", "eos_token_id")
+    )
+    bos = [bos[0], bos[2], bos[1]]
+    first = next((ids[0] for ids in bos if ids), None)
+    return Claims(bos=first, eos=eos[0], fallback_eos=eos[1] + eos[2])
 
 
 def _prefix(tokenizer: Tokenizer) -> list[int]:
@@ -131,13 +137,13 @@ def begin_and_end(files: TokenizerFiles, claims: Claims) -> TokenizerSpec:
     """
     tokenizer = files.tokenizer
     bos, add_bos = _bos(tokenizer, files.directory, files.named, claims)
-    named = [*claims.eos]
-    if (text := files.named.get("eos_token")) is not None and (token := tokenizer.token_to_id(text)) is not None:
-        named.append(token)
-    if files.template is not None:
-        named += _end_of_answer(files.encoder(named))
-    fallback = [token for token in claims.fallback_eos if not named or not is_ordinary(tokenizer, token)]
-    eos = dict.fromkeys([*claims.eos, *fallback, *named])
+    name = files.named.get("eos_token")
+    own = None if name is None else tokenizer.token_to_id(name)
+    named = [*([] if own is None else [own]), *claims.eos]
+    template = [] if files.template is None else _end_of_answer(files.encoder(named), bos)
+    sure = named or template
+    fallback = [token for token in claims.fallback_eos if not sure or not is_ordinary(tokenizer, token)]
+    eos = dict.fromkeys([*named, *fallback, *template])
     return TokenizerSpec(
         bos_token_id=bos, eos_token_ids=tuple(eos), add_bos=add_bos, has_chat_template=files.template is not None
     )
@@ -167,9 +173,9 @@ def _converse(
     return None
 
 
-def _end_of_answer(encoder: ChatEncoder) -> tuple[int, ...]:
-    """The control token that the template writes after an answer; where it writes none, the one that begins the turn
-    after it."""
+def _end_of_answer(encoder: ChatEncoder, bos: int | None) -> list[int]:
+    """The control token that the template writes after an answer, before anything but blanks; where it writes none, the
+    one that begins the turn after it. The token that begins a text ends none."""
     user, answer = ("user", "a"), ("assistant", _ANSWER)
     for turns in ([user, answer], [user, answer, user]):
         conversation = _converse(encoder, turns, add_generation_prompt=False)
@@ -177,26 +183,26 @@ def _end_of_answer(encoder: ChatEncoder) -> tuple[int, ...]:
             continue
         end = conversation.text.rfind(_ANSWER) + len(_ANSWER)
         after = next((token for token in conversation.written if token.start >= end), None)
-        if after is not None and (len(turns) == 2 or not conversation.text[end : after.start].strip()):
-            return (after.id,)
-    return ()
+        if after is not None and after.id != bos and not conversation.text[end : after.start].strip():
+            return [after.id]
+    return []
 
 
-def largest_id(files: TokenizerFiles, spec: TokenizerSpec) -> int:
-    """The largest token id that text, a conversation or an end can bring.
+def largest_ids(files: TokenizerFiles, spec: TokenizerSpec) -> dict[str, int]:
+    """The largest token id of each thing that can bring one; -1 if it brings none.
 
     Raises:
         Fault: as `begin_and_end`.
     """
     # Added tokens may lie beyond a model's embedding (Gemma's text models keep the image token of the multimodal ones):
     # only those that the template writes are met.
-    used = {*files.tokenizer.get_vocab(with_added_tokens=False).values(), *spec.eos_token_ids}
-    if spec.add_bos and spec.bos_token_id is not None:
-        used.add(spec.bos_token_id)
-    if files.template is not None:
-        for conversation in example_conversations(files.encoder(spec.eos_token_ids)):
-            used.update(conversation.ids)
-    return max(used, default=-1)
+    chats = [] if files.template is None else example_conversations(files.encoder(spec.eos_token_ids))
+    return {
+        "the vocabulary": max(files.tokenizer.get_vocab(with_added_tokens=False).values(), default=-1),
+        "the end tokens": max(spec.eos_token_ids, default=-1),
+        "BOS": spec.bos_token_id if spec.add_bos and spec.bos_token_id is not None else -1,
+        "what the chat template writes": max((id for chat in chats for id in chat.ids), default=-1),
+    }
 
 
 def check_encodes(tokenizer: Tokenizer, texts: Sequence[str]) -> None:

@@ -99,21 +99,29 @@ def token_text(file: str, values: dict[str, Any], name: str) -> str | None:
     """
     value = values.get(name)
     text = value.get("content") if isinstance(value, dict) else value
-    if value is None or (isinstance(text, str) and not _SURROGATE.search(text)):
+    is_null = value is None or (isinstance(value, dict) and text is None and "content" in value)
+    if is_null or (isinstance(text, str) and not _SURROGATE.search(text)):
         return text
     raise Fault(f"{file} with {name} = {value!r}", "the text of a token, an object with its content, or null")
 
 
 def special_tokens(directory: Path) -> dict[str, str]:
     """Name -> text of each special token that ``tokenizer_config.json`` names or, where that is silent,
-    ``special_tokens_map.json``. A token that is null there is none, and a template that writes it writes nothing.
+    ``special_tokens_map.json``; also of those that only this model has. A token that is null there is none, and a
+    template that writes it writes nothing.
 
     Raises:
         Fault: a file cannot be read, or a token is of another kind.
     """
     found: dict[str, str] = {}
     values = {file: read_object(directory / file) for file in (CONFIG, SPECIAL_TOKENS_MAP)}
+    config = values[CONFIG]
+    extra = config.get("extra_special_tokens")
+    for name, value in {**config, **(extra if isinstance(extra, dict) else {})}.items():
+        if name.endswith("_token") and isinstance(value, str) and not _SURROGATE.search(value):
+            found[name] = value  # a model's own, as of images
     for name in SPECIAL_TOKENS:
+        found.pop(name, None)
         file = next((file for file in values if name in values[file]), CONFIG)
         if (text := token_text(file, values[file], name)) is not None:
             found[name] = text

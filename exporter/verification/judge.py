@@ -34,10 +34,11 @@ BOUNDS: dict[Rounding, Bounds] = {
     "int8 rows": Bounds(0.05, 0.4, 0.6, 0.15),
     "activations": Bounds(0.05, 0.4, 0.6, 0.15),
 }
-OWN_SHARE, OWN_FLOOR = 1.5, 1e-4
+OWN_SHARE, OWN_FLOOR = 2.0, 1e-4
 """A program that rounds as its eager model does is as near to it, in mean KL divergence, as that many times what the
 eager model is from the float one, and that much. Where two runs round borderline values apart, each is off by about
-that divergence on its own, so they differ by twice as much; the rest is what attention in bfloat16 adds."""
+that divergence on its own, so they differ by twice as much; the rest is what attention in bfloat16 adds. The largest
+share that was measured is 1.26, of SmolLM2 135M `accurate`."""
 FLOAT_MAX, FLOAT_MEAN = 1e-2, 1e-3
 """Of the difference of logits between a program of floats and a float model, the largest and the mean."""
 MODEL_MAX = 2e-5

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import GEMMA, write_checkpoint
 from executorch.extension.pybindings import portable_lib
 
 import runtime_ref
@@ -118,30 +119,32 @@ def test_an_untied_head_does_not_read_its_embedding(llama_bundle: Path) -> None:
     assert token_bytes(bundle) == expected
 
 
+ONE_LAYER = {**GEMMA, "num_hidden_layers": 1, "layer_types": ["full_attention"]}
+
+
 @pytest.mark.parametrize(
     ("name", "grids", "unread"),
     [
         # A row of 64: 32 bytes of nibbles and two groups' bfloat16 scales.
         ("residual", {"linear": "int8", "embedding": "int8", "head": "int4", "head_int8_rows": 32}, (260 - 32) * 36),
-        ("shared", {"linear": "int8", "embedding": "int8", "head": "int8"}, 0),
         ("beside", {"embedding": "int8"}, 260 * (64 + 4)),
     ],
 )
 def test_of_a_tied_table_what_only_the_embedding_gathers_is_not_read(
-    exported: Callable[..., Path], tiny_checkpoint: Path, name: str, grids: dict, unread: int
+    exported: Callable[..., Path], once: Callable[..., Path], name: str, grids: dict, unread: int
 ) -> None:
-    directory = exported(tiny_checkpoint, f"bytes_{name}", executorch={"quantization": grids})
+    checkpoint = once("one_layer", lambda folder: write_checkpoint(folder, ONE_LAYER))
+    directory = exported(checkpoint, f"bytes_{name}", executorch={"quantization": grids})
     bundle = read_bundle(directory)
     assert (bundle.manifest.model.vocab_size, bundle.manifest.model.hidden_size) == (260, 64)
     assert token_bytes(bundle) == (directory / "model.pte").stat().st_size - unread
 
 
-def test_a_package_of_several_files_is_measured_whole(exported: Callable[..., Path], tiny_checkpoint: Path) -> None:
-    directory = exported(tiny_checkpoint, "bench_coreml", targets=["coreml"])
-    found = bench(read_bundle(directory), [5, 6, 7], threads=1, prefills=[20], contexts=[20], scoring=False)
-    files = [file for file in (directory / "model.mlpackage").rglob("*") if file.is_file()]
+def test_a_package_of_several_files_is_measured_whole(coreml_bundle: Path) -> None:
+    found = bench(read_bundle(coreml_bundle), [5, 6, 7], threads=1, prefills=[20], contexts=[20], scoring=False)
+    files = [file for file in (coreml_bundle / "model.mlpackage").rglob("*") if file.is_file()]
     assert len(files) > 1 and found.program_bytes == sum(file.stat().st_size for file in files)
-    assert (found.format, found.weights, found.nll) == ("coreml", "float16", None)
+    assert (found.format, found.weights, found.nll) == ("coreml", "int8", None)
 
 
 def test_by_default_the_usual_lengths_that_fit(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,8 @@ from exporter.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
-def bundle(exported: Callable[..., Path], tiny_checkpoint: Path) -> Path:
-    return exported(tiny_checkpoint, "apple", targets=["coreml"], coreml={"weights": "int8"})
+def bundle(coreml_bundle: Path) -> Path:
+    return coreml_bundle
 
 
 def inspect(*arguments: str) -> tuple[int, str]:

@@ -65,8 +65,9 @@ def test_every_kind_of_layer_agrees_with_eager(name: str, slack: int, tmp_path: 
     assert worst(Pair(decoder, build_into(decoder, tmp_path), tmp_path)) < CLOSE
 
 
-@pytest.mark.parametrize("model_type", sorted(tiny_checkpoints.CONFIGS))
-def test_every_family_agrees_with_eager(model_type: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", ["gemma3_text", "qwen2", "qwen3"])
+def test_a_checkpoint_agrees_with_eager(model_type: str, tmp_path: Path) -> None:
+    """From the files of a family to the program. What the others have is a part of these."""
     two = {"layer_types": ["sliding_attention", "full_attention"]} if model_type == "gemma3_text" else {}
     tiny_checkpoints.tiny_model(model_type, num_hidden_layers=2, **two).save_pretrained(tmp_path / "checkpoint")
     checkpoint = open_checkpoint(tiny_checkpoints.at(tmp_path / "checkpoint"))

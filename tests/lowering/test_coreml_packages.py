@@ -14,7 +14,7 @@ import pytest
 import torch
 from coreml_programs import CHUNK, CONTEXT, Weights, built, coreml_decoder
 from recipes import recipe_of
-from tiny_checkpoints import CONFIGS, at, tiny_model
+from tiny_checkpoints import at, tiny_model
 from tiny_models import SPECS, call, one_thread, states_of, token_ids  # noqa: F401
 
 from exporter import optional
@@ -165,8 +165,9 @@ def test_a_package_describes_itself() -> None:
     assert set(result.program.operators) == {*main.operators, *prefill.operators}
 
 
-@pytest.mark.parametrize("family", sorted(CONFIGS))
-def test_every_family_agrees_with_eager(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen2", "qwen3"])
+def test_a_checkpoint_agrees_with_eager(family: str, tmp_path: Path) -> None:
+    """From the files of a family to the program. What the others have is a part of these."""
     two = {"layer_types": ["sliding_attention", "full_attention"]} if family == "gemma3_text" else {}
     tiny_model(family, num_hidden_layers=2, **two).save_pretrained(tmp_path / "model")
     checkpoint = open_checkpoint(at(tmp_path / "model"))

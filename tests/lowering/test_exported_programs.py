@@ -273,8 +273,8 @@ def int8_eager(int8_bundle: Path) -> tuple[Decoder, verification.Run, verificati
 def test_a_file_with_other_bytes_in_one_layer_is_refused(
     int8_bundle: Path, int8_eager: tuple[Decoder, verification.Run, verification.Run], tmp_path: Path, fault: str | None
 ) -> None:
-    """Scales of one linear twice as large, or the integers of two layers in each other's place. (Scales of the others
-    of a layer change nothing: a norm follows.)"""
+    """Scales of one linear three times as large, or the integers of two layers in each other's place. (Scales of the
+    others of a layer change nothing: a norm follows.)"""
     decoder, eager, original = int8_eager
     data, manifest = (int8_bundle / "model.pte").read_bytes(), read_bundle(int8_bundle).manifest
 
@@ -287,7 +287,7 @@ def test_a_file_with_other_bytes_in_one_layer_is_refused(
         data = replaced(replaced(replaced(data, first, -first), other, first), -first, other)
     elif fault is not None:
         scales = decoder.get_submodule(f"layers.1.{fault}").scales
-        data = replaced(data, scales, 2 * scales)
+        data = replaced(data, scales, 3 * scales)
     (tmp_path / "model.pte").write_bytes(data)
     session = verification.open_session(Bundle(tmp_path, manifest))
     comparisons = verification.compare_with_eager(verification.run(session, CALLS), eager, original)

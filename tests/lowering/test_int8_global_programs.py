@@ -46,8 +46,10 @@ def test_verification_refuses_a_config_with_another_cache(int8_global_cache_bund
     assert_another_cache_is_refused(int8_global_cache_bundle, r"float16 \(global layers int8\)")
 
 
-@pytest.mark.parametrize("layout", ["ring", "stock"])
-@pytest.mark.parametrize(("dtype", "global_dtype"), [("int8", None), ("float16", "int8"), ("int8", "float32")])
+@pytest.mark.parametrize(
+    ("layout", "dtype", "global_dtype"),
+    [("ring", "int8", None), ("stock", "int8", None), ("ring", "float16", "int8"), ("stock", "int8", "float32")],
+)
 def test_either_layout_is_eager_on_either_kernels_over_windows_around_the_ring(
     layout: AttentionKernels, dtype: CacheDType, global_dtype: CacheDType | None, tmp_path: Path
 ) -> None:

@@ -212,14 +212,24 @@ def test_an_end_that_is_an_ordinary_word_is_a_word_in_messages() -> None:
     assert chat.encode(user('"a"')).ids == [*bytes_of('"a"'), 258]
 
 
-def test_a_vocabulary_that_spells_its_control_tokens_is_refused() -> None:
-    """A model of whole words has no other way to say <turn>."""
-    tokenizer = Tokenizer(models.WordLevel({"<turn>": 0, "hi": 1, "?": 2}, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+def test_a_vocabulary_that_spells_its_control_tokens_spells_them_in_parts() -> None:
+    """A model of pieces that has <turn> among them, and likely; one of whole words that has no other way to say it."""
+    likely = [("?", -20.0), *((letter, -9.0) for letter in "<turn>hi "), ("<turn>", 0.0)]
+    tokenizer = Tokenizer(models.Unigram(likely, unk_id=0))
     tokenizer.add_special_tokens(["<turn>"])
-    assert chat("{{ messages[0].content }} <turn>", "hi", tokenizer).ids == [1, 0]
+    ids = chat("{{ messages[0].content }}<turn>", "hi<turn>", tokenizer).ids
+    assert [tokenizer.id_to_token(token) for token in ids] == [*"hi<turn>", "<turn>"]
+    words = Tokenizer(models.WordLevel({"x": 0, "hi": 1, "?": 2}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.add_special_tokens(["x"])
+    assert chat("{{ messages[0].content }} x", "hi", words).ids == [1, 0]
     with pytest.raises(Fault, match="even as plain text"):
-        chat("{{ messages[0].content }} <turn>", "hi <turn>", tokenizer)
+        chat("{{ messages[0].content }} x", "hi x", words)
+
+
+def test_no_character_of_a_message_is_lost_where_it_is_cut() -> None:
+    text = "".join(map(chr, [0x100000, 0x100001, 0x10FFFD])) + "<turn>"
+    assert chat("{{ messages[0].content }}<turn>", text).ids == [*bytes_of(text[:3]), *split_bytes("<turn>"), 258]
 
 
 @pytest.mark.parametrize("absent", [{}, {"name": None}, {"reasoning": "why"}, {"tool_calls": [{"id": 1, "ok": True}]}])

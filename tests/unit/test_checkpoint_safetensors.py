@@ -350,3 +350,76 @@ def test_sha256_of_the_weights_is_verified(tmp_path: Path) -> None:
 def test_one_sha256_cannot_speak_for_shards(sharded: Path) -> None:
     with pytest.raises(CheckpointError, match=r"one sha256 for \d+ shards"):
         open_checkpoint(at(sharded, sha256="0" * 64))
+
+
+def proj(path: Path) -> dict[str, torch.Tensor]:
+    return {key: value for key, value in load_file(path / "model.safetensors").items() if "proj" in key}
+
+
+STORED: dict[str, dict[str, Any]] = {  # what stands in place of a weight [N, K] and beside it
+    "GPTQ": {"qweight": torch.int32, "qzeros": torch.int32, "scales": torch.float16, "g_idx": torch.int32},
+    "GPTQ or AWQ": {"qweight": torch.int32, "qzeros": torch.int32, "scales": torch.float16},
+    "MLX": {"weight": torch.uint32, "scales": torch.float16, "biases": torch.float16},
+    "bitsandbytes": {"weight": torch.uint8, "weight.absmax": torch.float32, "weight.quant_map": torch.float32,
+                     "weight.quant_state.bitsandbytes__nf4": torch.uint8},
+    "FP8": {"weight": torch.float8_e4m3fn},
+    "FP8 ": {"weight": torch.float8_e4m3fn, "weight_scale_inv": torch.float32},
+    "compressed-tensors": {"weight_packed": torch.int32, "weight_scale": torch.float16, "weight_shape": torch.int64},
+    "HQQ": {"W_q": torch.uint8, "scale": torch.float16, "zero": torch.float16},
+    "EETQ": {"weight": torch.int8, "weight_scales": torch.float16},
+    "an int8 format": {"weight": torch.int8},
+    "MXFP4": {"weight_blocks": torch.uint8, "weight_scales_": torch.uint8},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_quantised_weights_are_named_as_such(tmp_path: Path, name: str) -> None:
+    """By their tensors, where the config says nothing."""
+    path, _ = saved(tmp_path)
+    change: dict[str, torch.Tensor | None] = {}
+    for key in proj(path):
+        change[key] = None
+        for suffix, dtype in STORED[name].items():
+            change[f"{key.removesuffix('weight')}{suffix}"] = torch.ones(4, 8, dtype=torch.uint8).to(dtype)
+    rewrite(path, change)
+    with pytest.raises(UnsupportedModelError, match=rf"quantised already \({name.strip()}\).* Take the unquantised"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "AWQ"),
+        ({"quantization_config": {"load_in_4bit": True}}, "bitsandbytes"),
+        ({"quantization": {"group_size": 64, "bits": 4}}, "MLX"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
+        ({"quantization_config": {"quant_method": "newest"}}, "newest"),
+    ],
+)
+def test_a_config_that_says_quantised_is_believed(tmp_path: Path, config: dict[str, Any], name: str) -> None:
+    path, _ = saved(tmp_path)
+    edit_config(path, **config)
+    with pytest.raises(UnsupportedModelError, match=rf"quantised already \({name}\)"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapters.safetensors", "adapters.npz",
+     "adapter_0.pt", "lora.safetensors", "pytorch_lora_weights.safetensors", "style-lora.safetensors"],
+)  # fmt: skip
+def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path, name: str) -> None:
+    path, _ = saved(tmp_path)
+    (path / name).write_bytes(b"{}")
+    refused(path, f"an adapter beside the weights ({name})", "merge_and_unload")
+    (path / name).unlink()
+    (path / "checkpoint-5").mkdir()
+    (path / "checkpoint-5" / name).write_bytes(b"{}")
+    assert load(path)
+
+
+def test_an_adapter_inside_the_weights_is_refused(tmp_path: Path) -> None:
+    path, _ = saved(tmp_path)
+    key = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    rewrite(path, {key: torch.zeros(4, 64)})
+    refused(path, f"an adapter beside the weights ({key})")

@@ -92,9 +92,9 @@ def test_a_program_is_held_to_its_own_eager_model(name: str) -> None:
 def test_what_rounds_is_as_near_to_its_eager_model_as_that_one_is_to_the_float_model() -> None:
     baseline = seen(BASELINE, mean_kl_divergence=0.002)
     for manifest in (QUANTIZED, of(dtype="int8")):
-        judge([seen(EAGER, mean_kl_divergence=0.0031), baseline], manifest)
-        with pytest.raises(VerificationError, match=r"against eager: got .*expected.* mean KL divergence <= 0.0031"):
-            judge([seen(EAGER, mean_kl_divergence=0.0032), baseline], manifest)
+        judge([seen(EAGER, mean_kl_divergence=0.0041), baseline], manifest)
+        with pytest.raises(VerificationError, match=r"against eager: got .*expected.* mean KL divergence <= 0.0041"):
+            judge([seen(EAGER, mean_kl_divergence=0.0042), baseline], manifest)
         with pytest.raises(VerificationError, match=r"mean KL divergence <= 0\.05"):  # a poor quantiser allows no more
             judge([seen(EAGER, mean_kl_divergence=0.051), seen(BASELINE, mean_kl_divergence=0.04)], manifest)
     half = of("coreml", "float16", weights="int8")  # its arithmetic rounds, its eager model's does not

@@ -243,7 +243,7 @@ def test_a_file_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("runtime_ref.state_file.STATE_VERSION", "0")
     state.save(tmp_path / "s")
     monkeypatch.undo()
-    with pytest.raises(StateFileError, match="got state version 0; expected version 1"):
+    with pytest.raises(StateFileError, match="got state version 0; expected version 2"):
         state.load(tmp_path / "s")
     assert state.length == 20
 

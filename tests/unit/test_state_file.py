@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny_models import CacheDType
 from toy import VOCAB, toy_manifest
 
 from runtime_ref.state import State
-from runtime_ref.state_file import StateFileError
+from runtime_ref.state_file import StateFileError, checksum, seal
 
 Tensors = dict[str, torch.Tensor]
 Forge = Callable[[Tensors, dict[str, str]], None]
@@ -63,13 +66,15 @@ FORGED: dict[str, tuple[Forge, str]] = {
 
 @pytest.mark.parametrize("forged", FORGED)
 def test_a_forged_file_of_the_right_model_is_refused(tmp_path: Path, forged: str) -> None:
-    """Its version and fingerprint are right: whoever has the bundle can compute them."""
+    """Its version, fingerprint and checksums are right: whoever has the bundle can compute them."""
     path = tmp_path / "talk"
     state = saved(path)
     with safe_open(path, framework="pt") as file:
         tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata())  # noqa: SIM118
     forge, words = FORGED[forged]
     forge(tensors, metadata)
+    metadata["checksums"] = json.dumps({name: checksum(tensor) for name, tensor in tensors.items()})
+    metadata["seal"] = seal(metadata)
     save_file(tensors, path, metadata)
     before = [tensor.clone() for tensor in state.tensors]
     with pytest.raises(StateFileError, match=words):
@@ -88,3 +93,67 @@ def test_what_is_in_a_file(tmp_path: Path, dtype: CacheDType) -> None:
     again = State(state.manifest)
     again.load(tmp_path / "talk")
     assert again.length == LENGTH and again.high_water == LENGTH
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, State]:
+    path = tmp_path_factory.mktemp("state") / "talk"
+    state = saved(path)
+    for number, tensor in enumerate(state.tensors):
+        tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) / (7 + number))
+    state.save(path)
+    return path, path.read_bytes(), state
+
+
+def damages(size: int) -> st.SearchStrategy[tuple[str, int, int]]:
+    kinds = st.sampled_from(["flip", "cut", "insert", "swap", "zero"])
+    return st.tuples(kinds, st.integers(0, size - 1), st.integers(0, size - 1))
+
+
+@settings(max_examples=1000, deadline=None)
+@given(data=st.data())
+def test_a_file_with_any_byte_changed_is_refused(whole: tuple[Path, bytes, State], data: st.DataObject) -> None:
+    path, content, state = whole
+    kind, place, other = data.draw(damages(len(content)))
+    changed = bytearray(content)
+    if kind == "flip":
+        changed[place] ^= 1 << other % 8
+    elif kind == "cut":
+        del changed[place:]
+    elif kind == "insert":
+        changed.insert(place, other % 256)
+    elif kind == "swap":
+        changed[place], changed[other] = changed[other], changed[place]
+    else:
+        changed[min(place, other) : max(place, other)] = bytes(abs(place - other))
+    if changed == content:
+        return
+    path.write_bytes(changed)
+    before = [tensor.clone() for tensor in state.tensors]
+    with pytest.raises(StateFileError):
+        state.load(path)
+    assert state.length == LENGTH and all(map(torch.equal, state.tensors, before))
+
+
+def test_the_damaged_tensor_is_named_and_a_whole_file_is_taken(whole: tuple[Path, bytes, State]) -> None:
+    path, content, state = whole
+    name, tensor = state.manifest.states[0].name, state.tensors[0]
+    place = content.index(tensor[0, :LENGTH].flatten().numpy().tobytes()[:64])
+    path.write_bytes(content[: place + 8] + bytes([content[place + 8] ^ 0x40]) + content[place + 9 :])
+    with pytest.raises(StateFileError, match=f"other bytes than were saved, in {name}; "):
+        state.load(path)
+    path.write_bytes(content)
+    state.load(path)
+
+
+def test_two_tensors_in_each_others_place_are_refused(whole: tuple[Path, bytes, State]) -> None:
+    """The bytes of keys and values, exchanged: each is a tensor that was saved."""
+    path, content, state = whole
+    path.write_bytes(content)
+    with safe_open(path, framework="pt") as file:
+        tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata())  # noqa: SIM118
+    first, second = (spec.name for spec in state.manifest.states[:2])
+    tensors[first], tensors[second] = tensors[second].clone(), tensors[first].clone()
+    save_file(tensors, path, metadata)
+    with pytest.raises(StateFileError, match=f"in {first}, {second}"):
+        state.load(path)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import AutoTokenizer
 
 from exporter.checkpoint import Checkpoint, open_checkpoint
 from exporter.config import CheckpointConfig
@@ -62,7 +63,14 @@ def test_a_directory_is_copied(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
+        # Every file that names one; an id of a token of text only where there is no other.
         ({"generation_config": {"eos_token_id": [257, 258, 257]}, "config": {"eos_token_id": 1}}, (257, 258)),
+        ({"generation_config": {"eos_token_id": 257}, "tokenizer_config": {"eos_token": "<turn>"}}, (258, 257)),
+        ({"generation_config": {"eos_token_id": 257}, "special_tokens_map": {"eos_token": "<turn>"}}, (258, 257)),
+        ({"config": {"eos_token_id": 257, "text_config": {"eos_token_id": [258]}}}, (257, 258)),
+        ({"generation_config": {"eos_token_id": 257}, "config": {"eos_token_id": 258}}, (257, 258)),
+        ({"config": {"eos_token_id": 1}}, (1,)),
+        ({"config": {"eos_token_id": -1}, "tokenizer_config": {"eos_token": None}}, ()),
         ({"generation_config": {"eos_token_id": 258}}, (258,)),
         ({"generation_config": {}, "config": {"eos_token_id": [257, 258]}}, (257, 258)),
         ({"config": {"eos_token_id": 257}}, (257,)),
@@ -95,8 +103,8 @@ TEMPLATE_FILE = {"tokenizer_config": {"chat_template": TURNS}}
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
-        ({"generation_config": {"eos_token_id": 257}, "tokenizer_config": {"eos_token": "<turn>"}}, (257, 258)),
-        ({"generation_config": {"eos_token_id": 257}, "special_tokens_map": {"eos_token": "<turn>"}}, (257, 258)),
+        ({"generation_config": {"eos_token_id": 257}, "tokenizer_config": {"eos_token": "<turn>"}}, (258, 257)),
+        ({"generation_config": {"eos_token_id": 257}, "special_tokens_map": {"eos_token": "<turn>"}}, (258, 257)),
         ({"generation_config": {"eos_token_id": 257}, "config": {"eos_token_id": 258}}, (257, 258)),
         ({"generation_config": {"eos_token_id": [257]}, "config": {"text_config": {"eos_token_id": 258}}}, (257, 258)),
         ({"config": {"eos_token_id": 257}, **TEMPLATE_FILE}, (257, 258)),
@@ -266,8 +274,105 @@ def test_a_token_of_the_template_without_a_row_of_the_embedding(tmp_path: Path, 
     tokenizer.add_tokens([AddedToken("<|im_start|>", special=special)])
     template = "{% for m in messages %}<|im_start|>{{ m.content }}<turn>{% endfor %}"
     files = {"config": {"vocab_size": 259}, "tokenizer_config": {"chat_template": template}}
-    with pytest.raises(CheckpointError, match="token id 259; expected ids below the model's vocab_size 259"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"token id 259 \(<\|im_start\|>\) in what the chat template writes; expected ids below .* 259",
+    ):
         write_tokenizer(directory(tmp_path, tokenizer, **files), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{% for m in messages %}{{ m.content }}<turn>{% endfor %}", (257, 258)),
+        ("{% for m in messages %}{{ m.content }} \n<turn>\n{% endfor %}", (257, 258)),
+        ("{% for m in messages %}<turn>{{ m.role }}{{ m.content }}{% endfor %}", (257, 258)),  # of the next turn
+        ("{% for m in messages %}{{ m.content }}<eos>{% endfor %}", (257,)),
+        ("{% for m in messages %}{{ m.content }}, {% endfor %}<turn>", (257,)),  # text comes first
+        ("{% for m in messages %}<bos>{{ m.content }}{% endfor %}", (257,)),
+        ("{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}",
+         (257,)),
+        ("{{ raise_exception('no') }}", (257,)),
+        ("{{ 1 / 0 }}", (257,)),
+    ],
+)  # fmt: skip
+def test_a_template_says_what_ends_a_turn(tmp_path: Path, template: str, expected: tuple[int, ...]) -> None:
+    config = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": template}
+    assert write_tokenizer(directory(tmp_path, byte_tokenizer(), tokenizer_config=config), tmp_path).eos_token_ids == (
+        expected
+    )
+
+
+@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize("config", [{"bos_token_id": 1}, {"bos_token_id": 256}, {}, {"bos_token_id": None}])
+@pytest.mark.parametrize("says", [{}, {"add_bos_token": None}, {"bos_token": "<bos>"}, {"bos_token": None}])
+def test_a_text_begins_as_transformers_begins_it(tmp_path: Path, adds: bool, config: Any, says: Any) -> None:
+    tokenizer = byte_tokenizer()
+    if adds:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 256)])
+    says = {"tokenizer_class": "PreTrainedTokenizerFast", **says}
+    checkpoint = directory(tmp_path, tokenizer, tokenizer_config=says, config=config)
+    want = AutoTokenizer.from_pretrained(checkpoint.path)("hi")["input_ids"][:-2]
+    spec = write_tokenizer(checkpoint, tmp_path)
+    assert ([spec.bos_token_id] if spec.add_bos else []) == want
+
+
+def test_several_tokens_before_every_text_are_said(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    names = [("<bos>", 256), ("<turn>", 258)]
+    tokenizer.post_processor = processors.TemplateProcessing(single="<turn> <bos> $A", special_tokens=names)
+    with pytest.raises(CheckpointError, match="begins a text with 2 tokens"):
+        write_tokenizer(directory(tmp_path, tokenizer), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"generation_config": {"eos_token_id": 1.5}}, r"generation_config\.json with eos_token_id = 1\.5"),
+        ({"generation_config": {"eos_token_id": True}}, r"generation_config\.json with eos_token_id = True"),
+        ({"config": {"eos_token_id": [257, -2]}}, r"config\.json with eos_token_id = \[257, -2\]"),
+        ({"tokenizer_config": {"eos_token": 7.0}}, r"eos_token = 7\.0"),
+        ({"tokenizer_config": {"bos_token": ["<bos>"]}}, "bos_token = "),
+        ({"special_tokens_map": {"pad_token": {"content": 3}}}, "pad_token = {'content': 3}"),
+        ({"tokenizer_config": {"add_bos_token": "yes"}}, "add_bos_token = 'yes'"),
+        ({"tokenizer_config": {"chat_template": 5}}, "chat_template = '5'"),
+        (
+            {"tokenizer_config": {"chat_template": [{"name": "default", "template": [1]}]}},
+            r"chat_template = '\[1\]'",
+        ),
+    ],
+)
+def test_what_is_no_token_and_no_template_is_named(tmp_path: Path, files: dict[str, Any], said: str) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        write_tokenizer(directory(tmp_path, byte_tokenizer(), **files), tmp_path)
+
+
+def test_a_template_that_is_no_text_is_named(tmp_path: Path) -> None:
+    checkpoint = directory(tmp_path, byte_tokenizer())
+    (checkpoint.path / "chat_template.jinja").write_bytes(b"caf\xe9")
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja that cannot be read.*UTF-8"):
+        write_tokenizer(checkpoint, tmp_path)
+
+
+def test_the_file_of_an_app_neither_cuts_nor_fills(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    want = tokenizer.to_str()
+    tokenizer.enable_truncation(max_length=64)
+    tokenizer.enable_padding(length=200)
+    checkpoint = directory(tmp_path, tokenizer)
+    write_tokenizer(checkpoint, tmp_path)
+    assert json.loads((tmp_path / "tokenizer.json").read_text()) == json.loads(want)
+
+
+def test_a_token_of_the_template_without_a_row_of_the_embedding_is_named(tmp_path: Path) -> None:
+    config = {"chat_template": "{% for m in messages %}<turn>{{ m.content }}{% endfor %}"}
+    checkpoint = directory(tmp_path, byte_tokenizer(), tokenizer_config=config, config={"vocab_size": 258})
+    with pytest.raises(CheckpointError, match=r"token id 258 \(<turn>\) in the end tokens; expected ids below .* 258"):
+        write_tokenizer(checkpoint, tmp_path)
+    config["chat_template"] = "{% for m in messages %}<turn>a {{ m.content }} b{% endfor %}"
+    (checkpoint.path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"token id 258 \(<turn>\) in what the chat template writes"):
+        write_tokenizer(checkpoint, tmp_path)
 
 
 def test_a_template_inside_the_tokenizer_config_is_written_out(tmp_path: Path) -> None:

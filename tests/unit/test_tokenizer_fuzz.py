@@ -1,4 +1,7 @@
-"""Damaged tokenizer files: a thousand each, and each is a tokenizer or one typed error."""
+"""Damaged tokenizers of every kind, templates and files of anything: a tokenizer and its chats, or one typed error.
+
+`test_fuzz_tokenizer` damages the other files and GGUF metadata.
+"""
 
 from __future__ import annotations
 
@@ -133,22 +136,7 @@ def test_damaged_tokenizers(attempt: Callable[[dict[str, str]], None], kind: str
     check()
 
 
-@MANY
-@given(value=damaged(CONFIG))
-def test_damaged_tokenizer_configs(attempt: Callable[[dict[str, str]], None], value: Any) -> None:
-    attempt({"tokenizer_config.json": json.dumps(value)})
-
-
 @settings(MANY, max_examples=300)
-@given(
-    name=st.sampled_from(["special_tokens_map.json", "generation_config.json", "chat_template.json"]),
-    value=damaged({"eos_token": "<eos>", "eos_token_id": [257, 258], "bos_token_id": 256, "chat_template": SHORT}),
-)
-def test_damaged_smaller_files(attempt: Callable[[dict[str, str]], None], name: str, value: Any) -> None:
-    attempt({name: json.dumps(value)})
-
-
-@MANY
 @given(text=damaged_text(TEMPLATE))
 def test_damaged_templates(attempt: Callable[[dict[str, str]], None], text: str) -> None:
     attempt({"chat_template.jinja": text})
