@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.text import Text
 
 from exporter.machine import peak_memory_bytes
 from exporter.units import in_unit
@@ -31,14 +32,14 @@ class Progress:
         """Time one step; the yielded function replaces the detail shown beside it."""
         start = time.perf_counter()
         shown = ""
-        with self.console.status(name) as status:
+        with self.console.status(Text(name)) as status:
 
             def detail(text: str) -> None:
                 nonlocal shown
                 shown = text
-                status.update(f"{name}: {text} ({time.perf_counter() - start:.0f} s)")
+                status.update(Text(f"{name}: {text} ({time.perf_counter() - start:.0f} s)"))
 
             yield detail
         self.seconds[name] = time.perf_counter() - start
         peak = f"peak {in_unit(peak_memory_bytes(), 'GB')}"
-        self.console.print(f"  {name:<28}{self.seconds[name]:>8.1f} s   {peak:<14} {shown}", highlight=False)
+        self.console.print(f"  {name:<28}{self.seconds[name]:>8.1f} s   {peak:<14} {shown}")

@@ -12,10 +12,10 @@ import typer
 from rich.table import Table
 
 from exporter.bundle import Bundle, read_bundle
-from exporter.console import results
-from exporter.errors import ConfigError, UserError
+from exporter.console import results, run
+from exporter.errors import ConfigError
 from exporter.lengths import parse_lengths
-from exporter.quiet import quieten_libraries
+from exporter.outputs import check_output
 from exporter.units import in_unit
 from runtime_ref.memory import context_costs, planned_usage
 
@@ -113,7 +113,7 @@ def score(
     from runtime_ref.score import write_scores
 
     tokens = _read_ids(ids)
-    _check_parent("--out", out)
+    check_output("--out", out)
     session = _session(choose(read_bundle(bundle), format))
     typer.echo(session.state.report(), err=True)
     arrays = run_score(session, tokens, prefill=prefill, chunk=chunk, keep_logits=logits)
@@ -178,7 +178,7 @@ def bench(
         ("--prefills", prefills), ("--contexts", contexts)
     )]  # fmt: skip
     if json_file is not None:
-        _check_parent("--json", json_file)
+        check_output("--json", json_file)
     found = measure(
         opened, english_tokens(opened), threads=threads, prefills=lengths[0], contexts=lengths[1], scoring=nll
     )
@@ -198,14 +198,6 @@ def _session(bundle: Bundle) -> Session:
     return Session(bundle.manifest, load_program(bundle))
 
 
-def _check_parent(option: str, path: Path) -> None:
-    """Before any work."""
-    if not path.parent.is_dir():
-        raise ConfigError(
-            option, got=f"{path}", expected="a file in a directory that exists", repair="Create the directory first."
-        )
-
-
 def _read_ids(path: Path) -> list[int]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -220,12 +212,7 @@ def _read_ids(path: Path) -> list[int]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; a `UserError` becomes one message on standard error and exit code 2."""
-    quieten_libraries()
-    try:
-        app(args=argv, prog_name="python -m runtime_ref")
-    except UserError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise SystemExit(error.exit_code) from None
+    run(app, "python -m runtime_ref", argv)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ far as it may, so all of the file is resident; an app maps its program without l
 from __future__ import annotations
 
 import multiprocessing
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -35,7 +36,9 @@ from runtime_ref.session import Session
 from runtime_ref.tokenizer import Tokenizer
 
 FIRST_PROMPT = 128
-REPEATS, DECODED = 3, 32
+REPEATS, DECODED, SHORTEST = 3, 32, 2
+THREADS_PER_CORE = 4
+"""More are a slip of the hand; thousands end a runtime without a word."""
 SCORE_PREFIX, SCORED = 512, 1000
 BANDWIDTH_BYTES, BANDWIDTH_PASSES = BYTES["GiB"], 5
 
@@ -119,9 +122,19 @@ def bench(
     """
     manifest = bundle.manifest
     limit = manifest.max_context_length - DECODED
+    if limit < SHORTEST:
+        raise RuntimeLimitError(
+            f"bench of {manifest.name}",
+            got=f"a context of {manifest.max_context_length} tokens",
+            expected=f"at least {SHORTEST + DECODED}: a prompt, and {DECODED} decoded tokens",
+            repair="Export with a longer context.",
+        )
     prefills, contexts = _fitting(prefills, BENCH_PREFILLS, limit), _fitting(contexts, BENCH_CONTEXTS, limit)
-    if threads < 1:
-        raise ConfigError("bench --threads", got=str(threads), expected="1 or more", repair="Take the cores you have.")
+    most = THREADS_PER_CORE * (os.cpu_count() or 1)
+    if not 1 <= threads <= most:
+        raise ConfigError(
+            "bench --threads", got=str(threads), expected=f"1 to {most}", repair="Take the cores you have."
+        )
     ids = (list(ids) * (limit // len(ids) + 1))[:limit]
 
     prepare_runtime(manifest.program.format, threads)

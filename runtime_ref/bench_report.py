@@ -11,8 +11,8 @@ from typing import Any
 
 from rich.table import Table
 
-from exporter.errors import ConfigError
 from exporter.machine import machine
+from exporter.outputs import cannot_write, written
 from exporter.units import in_unit
 from runtime_ref.bench import Bench, Length
 
@@ -42,14 +42,10 @@ def write_json(path: Path, found: Bench) -> None:
         ConfigError: it cannot be written.
     """
     try:
-        path.write_text(json.dumps(as_json(found), indent=1) + "\n", encoding="utf-8")
+        with written(path) as partial:
+            partial.write_text(json.dumps(as_json(found), indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"--json {path.name}",
-            got=f"{error.strerror or error}",
-            expected="a file that can be written",
-            repair="Name a file in a directory that exists.",
-        ) from error
+        raise cannot_write("--json", path, error) from error
 
 
 def mb(size: float) -> str:

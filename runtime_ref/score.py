@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import torch
 from torch import Tensor
 
 from exporter.errors import ConfigError
+from exporter.outputs import cannot_write, written
 from runtime_ref.ids import whole
 from runtime_ref.session import Observer, Session
 
@@ -71,22 +70,13 @@ def score(
 
 
 def write_scores(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Write an ``.npz`` beside `path` and rename.
+    """Write an ``.npz`` to `path`.
 
     Raises:
         ConfigError: the file cannot be written; an older one at `path` is then still there.
     """
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
-        with partial.open("wb") as file:
+        with written(path) as partial, partial.open("wb") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
-        os.replace(partial, path)
     except OSError as error:
-        raise ConfigError(
-            f"output {path.name}",
-            got=f"{error.strerror or error}",
-            expected="a file that can be written",
-            repair="Free some space or choose another `--out`.",
-        ) from error
-    finally:
-        partial.unlink(missing_ok=True)
+        raise cannot_write("--out", path, error) from error

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from exporter.errors import UserError
+from exporter.outputs import written
 from exporter.spec import Manifest
 
 STATE_VERSION = "2"
@@ -55,14 +54,11 @@ def write_state(
         "checksums": json.dumps({name: checksum(tensor) for name, tensor in kept.items()}),
     }
     metadata["seal"] = seal(metadata)
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
-        save_file(kept, partial, metadata)
-        os.replace(partial, path)
+        with written(path) as partial:
+            save_file(kept, partial, metadata)
     except (OSError, SafetensorError) as error:
         raise _error(path, f"a file that cannot be written ({error})", "Free some space or choose another.") from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def read_state(path: Path, manifest: Manifest) -> tuple[dict[str, Tensor], list[int], int]:

@@ -6,20 +6,17 @@ import contextlib
 import enum
 import json
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.pretty import Pretty
 
 from exporter.config import load_config
-from exporter.console import results
-from exporter.errors import ConfigError, UserError
-from exporter.quiet import native_stderr_hidden, quieten_libraries
+from exporter.console import messages, results, run, say
+from exporter.errors import ConfigError
+from exporter.quiet import native_stderr_hidden
 from exporter.tricks.rare_collections import rare_collections
 from exporter.units import in_unit
 
@@ -30,8 +27,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-# One console on stderr for progress, one on stdout for results.
-messages = Console(stderr=True)
 output = results()
 
 ModelOption = Annotated[
@@ -72,12 +67,13 @@ def export(
         output.print(tables.plan_table(plan_contexts(states, source.limits.max_context_length)))
         return
     target = Path("bundles") / config.name if out is None else out
-    bundle = pipeline.export(config, target, Progress(messages))
+    bundle = pipeline.export(config, target, Progress(messages()))
     output.print(tables.comparisons_table(bundle.manifest.verification))
     for line in tables.warnings(bundle.manifest):
-        messages.print(f"[bold yellow]warning:[/] {escape(line)}", markup=True, highlight=False, soft_wrap=True)
+        say("warning", line, "bold yellow")
     total = sum(entry.bytes for entry in bundle.manifest.files.values())
-    output.print(f"{target}: {in_unit(total, 'MB', 0)}, licence of the weights: {bundle.manifest.source.license}")
+    size = in_unit(total, "MB", 0)
+    output.print(f"{target}: {size}, licence of the weights: {bundle.manifest.source.license}", soft_wrap=True)
 
 
 @app.command()
@@ -109,12 +105,12 @@ def plan(
     plans = plan_contexts(planned.states, planned.usual_context, asked)
     if plot is not None:
         write_plot(plot, planned.title, planned.states, [each.context for each in plans])
-    output.print(planned.title, markup=False, highlight=False)
+    output.print(planned.title)
     for table in tables.plan_tables(plans):
         output.print(table)
     output.print(tables.growth_table(growths(planned.states), planned.layers))
     if plot is not None:
-        output.print(f"wrote {plot}", markup=False, highlight=False, soft_wrap=True)
+        output.print(f"wrote {plot}", soft_wrap=True)
 
 
 @app.command()
@@ -165,14 +161,14 @@ def verify(
         from exporter.cli import tables
     from exporter.progress import Progress
 
-    output.print(tables.comparisons_table(pipeline.verify_bundle(bundle, config, Progress(messages))))
+    output.print(tables.comparisons_table(pipeline.verify_bundle(bundle, config, Progress(messages()))))
 
 
 def parse_overrides(pairs: list[str] | None) -> dict[str, Any]:
     """``a.b=value`` to ``{"a.b": value}``, the value read as YAML.
 
     Raises:
-        ConfigError: no ``=`` in a pair.
+        ConfigError: no ``=`` in a pair, or a value that is no YAML.
     """
     import yaml
 
@@ -183,7 +179,15 @@ def parse_overrides(pairs: list[str] | None) -> dict[str, Any]:
             raise ConfigError(
                 "--set", got=repr(pair), expected="KEY=VALUE", repair="Write e.g. max_context_length=4096."
             )
-        result[key] = yaml.safe_load(value)
+        try:
+            result[key] = yaml.safe_load(value)
+        except (yaml.YAMLError, ValueError) as error:
+            raise ConfigError(
+                f"--set {key}",
+                got=f"{value!r}, which is no YAML ({' '.join(str(error).split())})",
+                expected="a YAML value",
+                repair=f"Quote a text twice: --set {key}='\"...\"'.",
+            ) from error
     return result
 
 
@@ -207,10 +211,5 @@ def signals_that_clean_up() -> Iterator[None]:
 
 def main() -> None:
     """Run the command line; a `UserError` is one message on stderr and exit code 2."""
-    quieten_libraries()
-    try:
-        with signals_that_clean_up():
-            app()
-    except UserError as error:
-        messages.print(f"[bold red]error:[/] {escape(str(error))}", markup=True, highlight=False, soft_wrap=True)
-        sys.exit(error.exit_code)
+    with signals_that_clean_up():
+        run(app, "python -m exporter")

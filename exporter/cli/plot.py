@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import os
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
 from exporter.errors import ConfigError
+from exporter.outputs import cannot_write, check_output, written
 from exporter.plan import LayerState, plan_context
 from exporter.spec import KINDS
 from exporter.units import BINARY, size
@@ -24,12 +23,11 @@ def check_plot_path(path: Path) -> None:
     """Refuse a path that would fail only after the work.
 
     Raises:
-        ConfigError: not a ``.png``, or in a folder that does not exist.
+        ConfigError: not a ``.png``, or nothing that can be written.
     """
     if path.suffix.lower() != ".png":
         raise _error(path.name, "a file name that ends in .png", "Write e.g. plan.png.")
-    if not path.resolve().parent.is_dir():
-        raise _error(f"{path}, in a folder that does not exist", "a folder that exists", "Make it, or choose another.")
+    check_output("--plot", path)
 
 
 def write_plot(path: Path, title: str, states: Sequence[LayerState], contexts: Sequence[int]) -> None:
@@ -82,18 +80,11 @@ def write_plot(path: Path, title: str, states: Sequence[LayerState], contexts: S
     axes.set_title(title.replace("$", r"\$"))  # a name is not a formula
     axes.grid(alpha=0.3)
     axes.legend(title=f"at {last:,} tokens")
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
-        figure.savefig(partial, format="png")
-        os.replace(partial, path)
+        with written(path) as partial:
+            figure.savefig(partial, format="png")
     except OSError as error:
-        raise _error(
-            f"{path}, which cannot be written ({error})",
-            "a file that can be written",
-            "Free some space or choose another.",
-        ) from error
-    finally:
-        partial.unlink(missing_ok=True)
+        raise cannot_write("--plot", path, error) from error
 
 
 def _error(got: str, expected: str, repair: str) -> ConfigError:
