@@ -119,14 +119,24 @@ CONFIG: type[ExportConfig] = create_model(
 """The whole file: `ExportConfig` and a section for each format."""
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """PyYAML keeps the last of two equal keys; here the second one is an error."""
+class _Loader(yaml.SafeLoader):
+    """PyYAML keeps the last of two equal keys; here the second one is an error. So is an alias: a few lines of them
+    stand for more than any memory holds, or for themselves."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.composer.ComposerError(
+                None, None, "an alias, which is not read here", self.peek_event().start_mark
+            )
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Hashable] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
-            if isinstance(key, Hashable) and key in seen:
+            if not isinstance(key, Hashable):
+                raise yaml.constructor.ConstructorError(None, None, f"{key!r:.40} as a key", key_node.start_mark)
+            if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} twice", key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
@@ -195,17 +205,30 @@ def read_yaml_model(path: Path, root: type[M], see: str, overrides: Mapping[str,
         raise _explain(f"config {path.name}", error, root) from error
 
 
+def parse_yaml(text: str) -> Any:
+    """The value of a YAML text.
+
+    Raises:
+        ValueError: it is no YAML, or has equal keys, aliases, or more levels than can be read.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # of numbers and dates that are none, too
+        raise ValueError(" ".join(str(error).split())) from error
+
+
 def _read_yaml(path: Path, root: type[BaseModel], see: str) -> dict[Any, Any]:
     owner = f"config {path.name}"
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             "config", got=f"{path}: {error}", expected="a readable YAML file", repair="Check the path."
         ) from error
-    except yaml.YAMLError as error:
-        text = " ".join(str(error).split())
-        raise ConfigError(owner, got=f"invalid YAML ({text})", expected="valid YAML", repair="Correct it.") from error
+    try:
+        data = parse_yaml(text)
+    except ValueError as error:
+        raise ConfigError(owner, got=f"invalid YAML ({error})", expected="valid YAML", repair="Correct it.") from error
     if not isinstance(data, dict):
         got = "an empty file" if data is None else f"a {type(data).__name__}"
         keys = ", ".join(root.model_fields)

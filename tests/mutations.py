@@ -33,7 +33,8 @@ def mutated(draw: st.DrawFn, value: Any, count: int = 2) -> Any:
     """`value` with up to `count` changes."""
     value = copy.deepcopy(value)
     for _ in range(draw(st.integers(1, count))):
-        *path, last = draw(st.sampled_from([place for place in places(value) if place] or [("",)]))
+        found = [place for place in places(value) if place] or [("",)]
+        *path, last = found[draw(st.integers(0, 2**16)) % len(found)]
         holder = value
         for key in path:
             holder = holder[key]
@@ -45,7 +46,8 @@ def mutated(draw: st.DrawFn, value: Any, count: int = 2) -> Any:
         elif what == "double" and isinstance(holder, list):
             holder.insert(last, copy.deepcopy(holder[last]))
         elif what == "swap" and len(holder) > 1:
-            other = draw(st.sampled_from(sorted(range(len(holder)) if isinstance(holder, list) else holder, key=str)))
+            others = list(range(len(holder)) if isinstance(holder, list) else holder)
+            other = others[draw(st.integers(0, 2**16)) % len(others)]
             holder[last], holder[other] = holder[other], holder[last]
         else:
             holder[last] = draw(ODD)

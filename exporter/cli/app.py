@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.pretty import Pretty
 
-from exporter.config import load_config
+from exporter.config import load_config, parse_yaml
 from exporter.console import messages, results, run, say
 from exporter.errors import ConfigError
 from exporter.quiet import native_stderr_hidden
@@ -170,8 +170,6 @@ def parse_overrides(pairs: list[str] | None) -> dict[str, Any]:
     Raises:
         ConfigError: no ``=`` in a pair, or a value that is no YAML.
     """
-    import yaml
-
     result: dict[str, Any] = {}
     for pair in pairs or []:
         key, equals, value = pair.partition("=")
@@ -180,11 +178,11 @@ def parse_overrides(pairs: list[str] | None) -> dict[str, Any]:
                 "--set", got=repr(pair), expected="KEY=VALUE", repair="Write e.g. max_context_length=4096."
             )
         try:
-            result[key] = yaml.safe_load(value)
-        except (yaml.YAMLError, ValueError) as error:
+            result[key] = parse_yaml(value)
+        except ValueError as error:
             raise ConfigError(
                 f"--set {key}",
-                got=f"{value!r}, which is no YAML ({' '.join(str(error).split())})",
+                got=f"{value!r}, which is no YAML ({error})",
                 expected="a YAML value",
                 repair=f"Quote a text twice: --set {key}='\"...\"'.",
             ) from error

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from exporter.families.base import Shapes
-from exporter.families.reading import LayerType, contradiction, pattern_layer_types, unsupported
+from exporter.families.reading import LayerType, contradiction, pattern_layer_types, unsupported, within
 from exporter.spec import RopeSpec
 
 COMMON_KEYS = frozenset({
@@ -72,7 +72,7 @@ class GGUFMetadata:
     def _whole(self, key: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise contradiction(f"{self.architecture}.{key} = {value!r}", "a positive number")
-        return value
+        return within(f"{self.architecture}.{key}", value)
 
     def integer(self, key: str, default: int | None = None) -> int:
         """A positive whole number of the whole model."""

@@ -19,6 +19,8 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
+MOST_LAYERS, MOST = 4096, 2**31 - 1
+"""Of layers, and of any other size in a config."""
 _ROPE_KEYS = {
     "rope_type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
     "attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor", "mscale", "mscale_all_dim",
@@ -237,6 +239,18 @@ def positive(config: Mapping[str, Any], key: str) -> int:
     value = config.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise contradiction(f"{key} = {value!r}", "a positive whole number")
+    return within(key, value)
+
+
+def within(key: str, value: int) -> int:
+    """`value`, unless it is no size of a model: what is made for each layer would fill the memory.
+
+    Raises:
+        CheckpointError: it is larger than any.
+    """
+    most = MOST_LAYERS if key.endswith(("num_hidden_layers", "block_count")) else MOST
+    if value > most:
+        raise contradiction(f"{key} = {value}", f"at most {most}")
     return value
 
 

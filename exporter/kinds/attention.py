@@ -96,7 +96,7 @@ class AttentionSpec(MixerSpec):
 
     @model_validator(mode="after")
     def _heads_divide(self) -> AttentionSpec:
-        if self.num_attention_heads % self.num_key_value_heads:
+        if self.num_key_value_heads < 1 or self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} is no multiple of "
                 f"num_key_value_heads {self.num_key_value_heads}"

@@ -54,6 +54,9 @@ def transformers_config(checkpoint: Checkpoint) -> Any:
         known = type(config) in auto.MODEL_FOR_CAUSAL_LM_MAPPING
     except (ValueError, KeyError, NotImplementedError) as error:
         raise NoReference(f"it has no class for this model ({' '.join(str(error).split())[:200]})") from error
+    except Exception as error:  # its own check of a config raises many kinds; ours has taken this one
+        text = " ".join(str(error).split())[:200]
+        raise NoReference(f"it does not read this config ({type(error).__name__}: {text})") from error
     if not known:
         raise NoReference(f"it has no causal language model for {config.model_type!r}")
     if isinstance(checkpoint, GGUFCheckpoint) and (assumed := _assumed(config, checkpoint.spec)):
