@@ -31,6 +31,10 @@ def is_ordinary(tokenizer: Tokenizer, token: int) -> bool:
     return text is not None and token not in tokenizer.get_added_tokens_decoder() and not _CONTROL.fullmatch(text)
 
 
+LARGEST = 2**31 - 1
+"""No tokenizer has a larger id."""
+
+
 @dataclass(frozen=True, order=True)
 class Found:
     """A token in a text, where `start` <= place < `end`."""
@@ -61,7 +65,7 @@ class ChatEncoder:
         self._added = {
             id: token for id, token in tokenizer.get_added_tokens_decoder().items() if not token.content.isspace()
         }
-        control = [id for id in control if not is_ordinary(tokenizer, id)]
+        control = [id for id in control if 0 <= id <= LARGEST and not is_ordinary(tokenizer, id)]
         special = {id for id, token in self._added.items() if token.special}
         # An added token that is not special is one all the same where the template writes it: <think>, <tool_call>.
         in_template = {id for id, token in self._added.items() if token.content in template.literals}

@@ -18,12 +18,11 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from exporter.spec import TokenizerSpec
-from exporter.text.chat import ChatEncoder, Conversation, is_ordinary
+from exporter.text.chat import LARGEST, ChatEncoder, Conversation, is_ordinary
 from exporter.text.files import CONFIG, TEMPLATE, Fault, encode, library_calls, read_object, read_template
 from exporter.text.files import special_tokens as read_special_tokens
 from exporter.text.template import ChatTemplate
 
-_LARGEST = 2**31 - 1
 _ANSWER = "\ue0a0\ue0a1"
 """Private use: no template writes it by itself."""
 
@@ -53,7 +52,7 @@ def token_ids(file: str, values: Mapping[str, Any], key: str) -> tuple[int, ...]
     """
     value = values.get(key)
     several = value if isinstance(value, list) else [] if value is None else [value]
-    if any(type(token) is not int or not -1 <= token <= _LARGEST for token in several):
+    if any(type(token) is not int or not -1 <= token <= LARGEST for token in several):
         raise Fault(f"{file} with {key} = {value!r}", "a token id, a list of them, or null")
     return tuple(dict.fromkeys(token for token in several if token >= 0))
 

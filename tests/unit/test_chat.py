@@ -208,7 +208,8 @@ def test_a_message_hides_no_token_of_the_template() -> None:
 
 def test_an_end_that_is_an_ordinary_word_is_a_word_in_messages() -> None:
     quote = byte_level().token_to_id('"')
-    chat = ChatEncoder(byte_level(), ChatTemplate("{{ messages[0].content }}<turn>", SPECIAL), [quote])
+    ends = [quote, -1, 10**20]  # also of a manifest that somebody wrote
+    chat = ChatEncoder(byte_level(), ChatTemplate("{{ messages[0].content }}<turn>", SPECIAL), ends)
     assert chat.encode(user('"a"')).ids == [*bytes_of('"a"'), 258]
 
 
