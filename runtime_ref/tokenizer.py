@@ -10,7 +10,7 @@ import tokenizers
 
 from exporter.bundle import Bundle
 from exporter.chat import render, variables
-from exporter.errors import BundleError
+from exporter.errors import BundleError, ConfigError
 from exporter.special_tokens import control_ids
 from runtime_ref.plain_text import PlainText
 
@@ -39,6 +39,7 @@ class Tokenizer:
         """Token ids of `text`; what spells a control token is that token. BOS comes from the manifest alone, so it
         cannot come twice, whether the text begins with it or the tokenizer's own post-processing would have added it.
         """
+        check_text(text)
         return self.spec.with_bos(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, parse_special: bool = False) -> list[int]:
@@ -49,7 +50,9 @@ class Tokenizer:
 
         Raises:
             BundleError: the bundle has no chat template, or it fails for the messages.
+            ConfigError: halves of characters in them.
         """
+        check_text(json.dumps([dict(message) for message in messages], ensure_ascii=False, default=str))
         if not self.spec.has_chat_template:
             raise self._error("no chat template")
         try:
@@ -84,6 +87,20 @@ class Tokenizer:
         return BundleError(
             self._owner, got=got, expected="the tokenizer of the model", repair="Export a checkpoint that has it."
         )
+
+
+def check_text(text: str) -> None:
+    """Whether `text` is one: bytes of a command line that are no UTF-8 arrive as halves of characters.
+
+    Raises:
+        ConfigError: it holds some.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            "text", got=f"{text[error.start : error.end]!r} in it", expected="Unicode", repair="Give it as UTF-8."
+        ) from error
 
 
 class TextStream:
