@@ -17,11 +17,11 @@ from exporter.backends import (
 )
 from exporter.bundle import read_bundle
 from exporter.describe import FileDescription
-from exporter.errors import ConfigError
+from exporter.errors import BundleError, ConfigError
 from exporter.graph import ProgramContract
 from exporter.graph.contract_file import LIMIT_CHECKS, ContractFile, ProgramForm
 from exporter.programs import Limits, interface
-from exporter.spec import PROGRAMS, CheckResult, Manifest, ProgramSpec
+from exporter.spec import PROGRAMS, CheckResult, Manifest, MethodSpec, ProgramSpec
 
 
 @dataclass(frozen=True)
@@ -118,11 +118,28 @@ def _check(
         contracts = _contracts_of_form(contract.program, format)
     else:
         assert program is not None
-        contracts = [ProgramContract(name, own, program.states) for name, own in program.methods.items()]
+        contracts = [_contract_of(path, name, own, program) for name, own in program.methods.items()]
     file = file_module(format).read_file(path)
     results = checks_module(format).check_file(file, contracts, contract or ContractFile(), recorded)
     named = [result.model_copy(update={"format": format}) for result in results]
     return named, description_module(format).describe(file)
+
+
+def _contract_of(path: Path, name: str, own: MethodSpec, program: ProgramSpec) -> ProgramContract:
+    """What the manifest says of a method.
+
+    Raises:
+        BundleError: its inputs are not the states that the manifest lists beside it.
+    """
+    states, inputs = [state.name for state in program.states], [tensor.name for tensor in own.inputs[2:]]
+    if inputs != states or set(own.mutates) != set(states):
+        raise BundleError(
+            f"bundle {path.parent.name}",
+            got=f"manifest: {name} takes the states {inputs} and writes {list(own.mutates)}",
+            expected=f"{states} of both",
+            repair="Copy the bundle again, or export it again.",
+        )
+    return ProgramContract(name, own, program.states)
 
 
 def _contracts_of_form(form: ProgramForm, format: str) -> list[ProgramContract]:

@@ -114,8 +114,8 @@ CONFIG = {
     "coreml": {"weights": "int4", "keep_int8": ["lm_head"]}, "coreai": {"weights": "float16"},
 }  # fmt: skip
 YAML_PARTS = [
-    "a: ", "- ", "[", "]", "{", "}", "&x ", "*x", "? ", "!!python/object:os.system ", "|\n", "\n", "  ", "'", '"', "1e999",
-    "0x1F", "2026-12-01", "<<: ", "name", "\t", "%YAML 1.1\n",
+    "a: ", "- ", "[", "]", "{", "}", "&x ", "*x", "? ", "!!python/object:os.system ", "|\n", "\n", "  ", "'", '"',
+    "1e999", "0x1F", "2026-12-01", "<<: ", "name", "\t", "%YAML 1.1\n",
 ]  # fmt: skip
 TEXTS = st.one_of(
     st.text(max_size=30),
