@@ -1,4 +1,4 @@
-"""LEAF: a chat template, rendered in one way for the exporter and for the runtime."""
+"""A chat template, rendered in one way for the exporter and for the runtime."""
 
 from __future__ import annotations
 
