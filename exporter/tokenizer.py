@@ -178,7 +178,7 @@ def _spec(
 def _write(checkpoint: GGUFCheckpoint, directory: Path) -> TokenizerSpec:
     metadata, owner = checkpoint.metadata, f"tokenizer of {checkpoint.name}"
     tokenizer = build_tokenizer(metadata)
-    tokenizer.save(str(directory / TOKENIZER))
+    (directory / TOKENIZER).write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     config = tokenizer_config(metadata)
     (directory / _CONFIG).write_text(json.dumps(config, ensure_ascii=False, indent=2), encoding="utf-8")
     template = _template_of(

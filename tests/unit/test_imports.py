@@ -36,6 +36,7 @@ LOADER_LEAFS = {
     "exporter.optional",  # a package that is not installed names its extra
     "exporter.quiet",  # runtimes write to stderr while they load
     "exporter.machine",  # where the compiled kernels are kept
+    "exporter.room",  # whether there is any for what a runtime unpacks
     "exporter.grids",  # options name grids
     "exporter.recipe",  # and say which parameter is on which
     "exporter.tricks.packed_weights",  # methods of a program share their packed weights
@@ -67,6 +68,7 @@ LEAFS: dict[str, set[str]] = {
     "machine": {"exporter.units"},
     "units": set(),
     "lengths": {"exporter.errors"},
+    "room": set(),
     "tricks/__init__": set(),
     "tricks/base": set(),
     "tricks/packed_weights": {"exporter.tricks.base"},

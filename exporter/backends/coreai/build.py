@@ -27,6 +27,7 @@ from exporter.graph.fx_flow import flow_of
 from exporter.graph.provenance import Trace
 from exporter.model.decoder import Decoder
 from exporter.programs import Limits, method_spec, trace
+from exporter.room import require_room
 from exporter.spec import MAIN, PREFILL, PROGRAMS, CacheKind, CheckResult, Manifest, Recipe
 from exporter.units import in_unit
 
@@ -56,6 +57,7 @@ def build(
         checks = check_traced(programs, contracts)
     with step("convert to Core AI") as detail, contextlib.redirect_stdout(io.StringIO()):
         program = convert(programs, {method: own.interface for method, own in contracts.items()}, recipe)
+        require_room(directory, recipe.stored_bytes)
         record_ranges(program.save_asset(directory / TRAITS.file), contracts.values())
         del program, programs
         size = sum(file.stat().st_size for file in (directory / TRAITS.file).iterdir())

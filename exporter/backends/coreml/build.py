@@ -12,6 +12,7 @@ from exporter.cache.interface import CacheKernels
 from exporter.graph.contract import ProgramContract, refuse_failed
 from exporter.model.decoder import Decoder
 from exporter.programs import Limits, method_spec
+from exporter.room import native_writing, require_room
 from exporter.spec import PROGRAMS, Manifest, MethodSpec, ProgramKind, Recipe
 from exporter.units import in_unit
 
@@ -55,7 +56,9 @@ def build(
             detail(f"{compress(program, rounded, recipe)} matrices")
     with step("write package") as detail:
         convert.share_memory(program)
-        convert.save(program, path)
+        require_room(directory, recipe.stored_bytes, copies=2)  # coremltools writes beside, and copies
+        with native_writing(directory):
+            convert.save(program, path)
         del program, functions, rounded
     with step("check package") as detail:
         contracts = [ProgramContract(method, own, decoder.states) for method, own in interfaces.items()]
