@@ -1,6 +1,7 @@
 """GGUF files, and files that are joined from parts shipped in packages."""
 
 import random
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -281,6 +282,17 @@ def test_a_cache_that_cannot_be_written(package: Path, tmp_path: Path) -> None:
     blocked.write_text("in the way")
     with pytest.raises(CheckpointError, match=r"checkpoint\.cache_dir"):
         join_parts([package / "data" / "tiny.gguf"], blocked / "cache", None)
+
+
+def test_a_cache_without_room_is_left_as_it_was(package: Path, tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match="File too large; expected room in"):
+            join_parts([package / "data" / f"tiny.gguf.part0{i}" for i in (0, 1)], tmp_path / "cache", None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_every_tiny_config_is_tested_as_gguf_or_has_no_gguf_form() -> None:
