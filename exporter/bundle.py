@@ -71,7 +71,8 @@ def write_bundle(directory: Path | str) -> Iterator[BundleWriter]:
     What earlier calls for `directory` left that were killed is removed.
 
     Raises:
-        BundleError: the target is no bundle, its parent cannot be written, the disk is full, or a file grows too large.
+        BundleError: the target is no bundle, its parent or a staged file cannot be written, the disk is full, or a file
+            grows too large.
     """
     target = Path(directory).resolve()
     _refuse_foreign_target(target)
@@ -85,7 +86,7 @@ def write_bundle(directory: Path | str) -> Iterator[BundleWriter]:
             yield BundleWriter(staging)
             assert not staging.path.exists(), "write_bundle() was left without finish()"
         except OSError as error:
-            if error.errno not in _NO_ROOM:
+            if error.errno not in _NO_ROOM and not _is_under(staging.directory, error.filename):
                 raise
             raise _write_error(target, error) from error
 
@@ -202,11 +203,18 @@ def _refuse_foreign_target(target: Path) -> None:
     )
 
 
+def _is_under(directory: Path, name: object) -> bool:
+    """Whether an error speaks of a file below `directory`."""
+    return isinstance(name, str | os.PathLike) and directory in Path(name).parents
+
+
 def _write_error(target: Path, error: OSError) -> BundleError:
     full = error.errno in _DISK_FULL
+    elsewhere = error.filename is not None and not _is_under(target.parent, error.filename)
+    got = "disk full" if full else f"{error.strerror or error}"
     return BundleError(
         f"output {target.name}",
-        got="disk full" if full else f"{error.strerror or error}",
+        got=f"{got} ({error.filename})" if elsewhere else got,
         expected="a directory that can be written",
         repair="Free some space and export again." if full else "Choose another output directory.",
     )

@@ -23,6 +23,8 @@ import os
 import re
 import secrets
 import shutil
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -135,7 +137,29 @@ def staged(target: Path) -> Iterator[Staging]:
     try:
         yield staging
     finally:
-        staging.remove()
+        with _undisturbed():
+            staging.remove()
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Signals that ask the process to end wait until this is left: whoever presses Ctrl-C twice wants no half of a
+    bundle either. Python handles signals in its main thread; in another one there is nothing to put off."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    waiting: list[int] = []
+    asks = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: handler for number in asks if (handler := signal.getsignal(number)) not in (None, signal.SIG_IGN)}
+    for number in before:
+        signal.signal(number, lambda got, _: waiting.append(got))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if waiting:
+            signal.raise_signal(waiting[0])
 
 
 def sweep(target: Path) -> None:

@@ -129,7 +129,7 @@ def _write_text(path: Path, text: str) -> None:
 
 def _write(checkpoint: GGUFCheckpoint, directory: Path) -> Claims:
     metadata = checkpoint.metadata
-    build_tokenizer(metadata).save(str(directory / TOKENIZER))
+    _write_text(directory / TOKENIZER, build_tokenizer(metadata).to_str(pretty=True))  # whose errors are Python's
     config = json.dumps(tokenizer_config(metadata), ensure_ascii=False, indent=2)
     _write_text(directory / CONFIG, config)
     if template := chat_template(metadata):

@@ -3,6 +3,7 @@ parameters."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
@@ -76,8 +77,8 @@ class Checkpoint(ABC):
             expected: the decoder's parameters, canonical name -> shape (docs/parameters.md).
 
         Raises:
-            CheckpointError: stored and expected tensors do not match. The reader itself raises it only when the
-                embedding of a tied model that carries a head is unlike that head.
+            CheckpointError: stored and expected tensors do not match. The reader itself raises it for a parameter with
+                NaN or infinity, and when the embedding of a tied model that carries a head is unlike that head.
         """
         stored, heads = self._stored_without_heads_of(expected)
         found = plan(self.name, stored, self.table, expected)
@@ -92,6 +93,14 @@ class Checkpoint(ABC):
                     got=f"tied embeddings and a tensor {head[0].key} that differs from the embedding",
                     expected="no head of its own, or one equal to the embedding",
                     repair='Say "tie_word_embeddings": false in config.json if the head is meant.',
+                )
+            if tensor.numel() and not all(math.isfinite(extreme) for extreme in torch.aminmax(tensor)):
+                stored_as = f" ({', '.join(source.key for source in found[name][:3])})" if found[name] else ""
+                raise CheckpointError(
+                    f"checkpoint {self.name}",
+                    got=f"NaN or infinity in {name}{stored_as}",
+                    expected="weights that are numbers",
+                    repair="Fetch the weights again; if they are as their author saved them, the training diverged.",
                 )
             alone = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
             return tensor if alone else tensor.clone(memory_format=torch.contiguous_format)

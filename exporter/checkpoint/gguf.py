@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
+from exporter.checkpoint.adapters import adapter_tensor
 from exporter.checkpoint.base import Checkpoint
 from exporter.checkpoint.gguf_header import GGUFTensor, read_header
 from exporter.checkpoint.plan import StoredTensor
@@ -18,6 +21,9 @@ from exporter.errors import CheckpointError
 from exporter.families import from_gguf
 
 WEIGHTS_AT_A_TIME = 2**22
+_OTHERS = {"adapter": "an adapter", "mmproj": "a vision or audio encoder", "clip": "a vision or audio encoder",
+           "controlvector": "a control vector", "imatrix": "an importance matrix", "vocab": "a vocabulary"}  # fmt: skip
+"""``general.type`` or ``general.architecture`` -> what such a file holds, that no model is."""
 
 
 class GGUFCheckpoint(Checkpoint):
@@ -29,11 +35,10 @@ class GGUFCheckpoint(Checkpoint):
         self.path = path
         header = read_header(path)
         self.metadata, self._tensors = header.metadata, header.tensors
-        kind = self.metadata.get("general.type", "model")
-        if kind != "model":
+        if (kind := _other_than_a_model(self.metadata, self._tensors)) is not None:
             raise CheckpointError(
                 f"checkpoint {path.name}",
-                got=f"a GGUF file of type {kind!r}, which is no model by itself",
+                got=f"a GGUF file of {kind}, which is no model by itself",
                 expected="the model, with everything merged into it",
                 repair="Name the model's file; merge an adapter first (llama.cpp: llama-export-lora).",
             )
@@ -95,3 +100,14 @@ class GGUFCheckpoint(Checkpoint):
                 expected="a type that the gguf package can dequantise",
                 repair="Take another quantisation of the model, for example Q8_0 or Q4_K_M.",
             ) from error
+
+
+def _other_than_a_model(metadata: Mapping[str, Any], tensors: Iterable[str]) -> str | None:
+    """What a file holds that is no model. Older adapters say no type, but have keys of their own."""
+    kind = str(metadata.get("general.type", "model"))
+    if kind != "model":
+        return _OTHERS.get(kind, f"type {kind!r}")
+    own = {str(metadata.get("general.architecture")), *(key.partition(".")[0] for key in metadata)}
+    if found := own & _OTHERS.keys():
+        return _OTHERS[min(found)]
+    return None if adapter_tensor(tensors) is None else _OTHERS["adapter"]

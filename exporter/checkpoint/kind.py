@@ -11,7 +11,7 @@ Kind = Literal["gguf", "safetensors", "pickle"]
 GGUF_MAGIC = b"GGUF"
 _ZIP, _PICKLE_PROTOCOL = b"PK\x03\x04", 0x80
 # The format's own bound; a length beyond it is no length.
-_MAX_SAFETENSORS_HEADER = 100_000_000
+MAX_SAFETENSORS_HEADER = 100_000_000
 
 
 def kind_of(path: Path) -> Kind | None:
@@ -20,7 +20,7 @@ def kind_of(path: Path) -> Kind | None:
     with path.open("rb") as file:
         first = file.read(9)
     # A header's length, little endian, and the brace of its JSON; the length's lowest byte may be a pickle's first.
-    if first[8:] == b"{" and int.from_bytes(first[:8], "little") <= _MAX_SAFETENSORS_HEADER:
+    if first[8:] == b"{" and int.from_bytes(first[:8], "little") <= MAX_SAFETENSORS_HEADER:
         return "safetensors"
     if first.startswith(GGUF_MAGIC):
         return "gguf"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,12 +12,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from exporter.checkpoint.adapters import adapter_error, adapter_tensor, refuse_adapters
 from exporter.checkpoint.base import Checkpoint
 from exporter.checkpoint.kind import kind_of, refuse_kind
 from exporter.checkpoint.plan import StoredTensor
 from exporter.errors import CheckpointError
 from exporter.families import from_hf
-from exporter.families.quantised import method_of_tensors, refuse_quantised
+from exporter.families.quantised import method_of_config, method_of_tensors, refuse_quantised
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHTS_AT_A_TIME = 2**25
@@ -45,22 +45,6 @@ def read_json(path: Path) -> dict[str, Any]:
             repair="Fetch the file again.",
         )
     return data
-
-
-_ADAPTER = re.compile(
-    r"adapter_config\.json|((adapters?|lora|pytorch_lora_weights)([._-].*)?|.*[._-]lora)\.(safetensors|bin|npz|pt)"
-)
-"""Files of PEFT, MLX, torchtune and others. Folders (of a training's checkpoints) do not count."""
-
-
-def _adapter(owner: str, what: str) -> CheckpointError:
-    return CheckpointError(
-        owner,
-        got=f"an adapter beside the weights ({what})",
-        expected="weights that it is merged into, or none",
-        repair="Merge it (peft: `PeftModel.from_pretrained(...).merge_and_unload().save_pretrained(...)`), or move it "
-        "out of the directory to export the model without it.",
-    )
 
 
 def _refuse_others(files: Iterable[Path]) -> None:
@@ -93,6 +77,7 @@ class SafetensorsCheckpoint(Checkpoint):
         self.path, self.name, self.license = path, path.resolve().name, license
         config_file = path / "config.json"
         if not config_file.is_file():
+            refuse_adapters(path, (WEIGHTS,))
             raise CheckpointError(
                 f"checkpoint {self.name}",
                 got="a directory without config.json",
@@ -101,7 +86,7 @@ class SafetensorsCheckpoint(Checkpoint):
             )
         self.hf_config = read_json(config_file)
         self._index = self._weight_map()
-        self._refuse_adapters()
+        refuse_adapters(path, self._index)
         _refuse_others(self.weight_files)
         self.table, self.spec = from_hf(self.hf_config)
 
@@ -110,10 +95,15 @@ class SafetensorsCheckpoint(Checkpoint):
         if (self.path / WEIGHTS).is_file():
             return {WEIGHTS: []}
         if not (self.path / INDEX).is_file():
-            _refuse_others(sorted(path for path in self.path.iterdir() if path.is_file()))
+            refuse_adapters(self.path, ())
+            if (method := method_of_config(self.hf_config)) is not None:
+                raise refuse_quantised(f"checkpoint {self.name}", method)
+            files = sorted(path for path in self.path.iterdir() if path.is_file())
+            _refuse_others(files)
+            others = ", ".join(path.name for path in files if path.suffix == ".safetensors")
             raise CheckpointError(
                 f"checkpoint {self.name}",
-                got="a directory without weights",
+                got=f"a directory without weights{others and f' of that name, but with {others}'}",
                 expected=f"{WEIGHTS}, or {INDEX} and its shards",
                 repair="Fetch the weights.",
             )
@@ -133,12 +123,6 @@ class SafetensorsCheckpoint(Checkpoint):
                 f"checkpoint {INDEX}", got="no weight_map", expected="tensor -> shard", repair="Fetch it again."
             )
         return shards
-
-    def _refuse_adapters(self) -> None:
-        """Raise for an adapter that lies in the directory: the weights without it are another model."""
-        names = [path.name for path in sorted(self.path.iterdir()) if path.is_file() and _ADAPTER.fullmatch(path.name)]
-        if names:
-            raise _adapter(f"checkpoint {self.name}", ", ".join(names))
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -162,25 +146,27 @@ class SafetensorsCheckpoint(Checkpoint):
                     if self.table.is_ignored(key):
                         continue
                     view, raw = weights.get_slice(key), self.table.is_raw(key)
-                    if view.get_dtype() not in (*_RAW, *_DTYPES) or not (raw or self.table.knows(key)):
+                    misfit = view.get_dtype() not in (_RAW if raw else _DTYPES)
+                    if not raw and (misfit or not self.table.knows(key)):
                         foreign[key] = view.get_dtype()
-                    if view.get_dtype() not in (_RAW if raw else _DTYPES):
+                    if misfit:
                         dtypes.append(f"{key} in {file} is {view.get_dtype()}")
                     stored.append(StoredTensor(key, file, tuple(view.get_shape()), raw))
-        if lora := next((key for key in foreign if "lora_" in key.lower()), None):
-            raise _adapter(f"checkpoint {self.name}", lora)
+        if (adapter := adapter_tensor(foreign)) is not None:
+            raise adapter_error(f"checkpoint {self.name}", adapter)
         if (method := method_of_tensors(foreign)) is not None:
             raise refuse_quantised(f"checkpoint {self.name}", method)
-        for wrong, expected in (
-            (absent, "every tensor the index names in the shard it names"),
-            (dtypes, f"weights of type {', '.join(_DTYPES)}"),
+        for wrong, expected, repair in (
+            (absent, "every tensor the index names in the shard it names", "Fetch index and shards again, together."),
+            (dtypes, f"weights of type {', '.join(_DTYPES)}", "Save the weights as float32, float16 or bfloat16."),
         ):
             if wrong:
+                more = f", and {len(wrong) - 5} more" if len(wrong) > 5 else ""
                 raise CheckpointError(
                     f"checkpoint {self.name}",
-                    got=f"{len(wrong)} tensors that break this: {'; '.join(wrong[:5])}",
+                    got=f"{len(wrong)} tensors that break this: {'; '.join(wrong[:5])}{more}",
                     expected=expected,
-                    repair="Fetch index and shards again, from one place.",
+                    repair=repair,
                 )
         return stored
 

@@ -93,6 +93,13 @@ def join_parts(parts: list[Path], cache_dir: Path, expected_sha256: str | None) 
         place = cache_dir / sha256 / name
         place.parent.mkdir(exist_ok=True)
         os.replace(temporary, place)
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint {name}",
+            got=str(error),
+            expected=f"room in {cache_dir} for the parts as one file",
+            repair="Free some space, or set checkpoint.cache_dir.",
+        ) from error
     finally:
         Path(temporary).unlink(missing_ok=True)
     return place

@@ -31,18 +31,23 @@ from exporter.families.base import (
 )
 from exporter.families.gguf import COMMON_KEYS, GGUFMetadata
 from exporter.families.reading import (
+    LAYER_TYPES,
     LayerType,
+    contradiction,
     explicit_layer_types,
+    filled,
     mlp_spec,
     model_fields,
+    one_type,
     optional_number,
     pattern_layer_types,
     positive,
     positive_number,
+    refuse_dropped,
     refuse_flags,
-    rope_parameters,
     rope_spec,
     section,
+    unsupported,
     window_length,
 )
 from exporter.families.tensors import Add, Names, stepped, tensor_table
@@ -146,16 +151,37 @@ def _from_hf(config: Mapping[str, Any]) -> Described:
 
 
 def _rope(config: Mapping[str, Any], kind: LayerType) -> dict[str, Any]:
-    """Flat spellings (`rope_theta`, `rope_scaling`, flat `rope_parameters`) speak of the global layers only."""
-    nested = section(config, "rope_parameters")
-    if kind == "full_attention":
-        return rope_parameters(config, kind, THETA[kind])
-    local = {
-        "rope_theta": config.get("rope_local_base_freq"),
-        "rope_parameters": nested if kind in nested else None,
-        "max_position_embeddings": config["max_position_embeddings"],
-    }
-    return rope_parameters(local, kind, THETA[kind])
+    """`rope_parameters` has a dictionary for each kind of layer; ``rope_theta`` and ``rope_scaling`` speak of the
+    global layers, ``rope_local_base_freq`` of the others (``Gemma3TextConfig.convert_rope_params_to_dict``).
+
+    Raises:
+        CheckpointError: a value that Transformers does not read, and that is not what it takes in its place.
+        UnsupportedModelError: ``rope_scaling`` for each kind of layer.
+    """
+    parameters, scaling = section(config, "rope_parameters"), section(config, "rope_scaling")
+    own = one_type(section(parameters, kind), f"rope_parameters.{kind}")
+    longest = {"original_max_position_embeddings": config["max_position_embeddings"]}
+    if kind == "sliding_attention":
+        return _read_truncate(filled(longest | own, config, config.get("rope_local_base_freq"), THETA[kind]))
+    if any(key in scaling for key in LAYER_TYPES):
+        raise unsupported("rope_scaling for each kind of layer", "rope_parameters for each kind of layer")
+    old = scaling.get("type")
+    if "rope_type" not in scaling and old is not None and old != own.get("rope_type", "default"):
+        raise contradiction(f'"type": "{old}" in rope_scaling', '"rope_type", which alone is read in this model type')
+    counts = own | one_type(scaling, "rope_scaling")
+    refuse_dropped(own, counts, "rope_parameters.full_attention", "rope_scaling")
+    result = filled(longest | counts, config, config.get("rope_theta"), THETA[kind])
+    flat = {key: value for key, value in parameters.items() if key not in LAYER_TYPES}
+    where = "rope_parameters, for no kind of layer,"
+    refuse_dropped(one_type(flat, "rope_parameters"), result, where, "what is read of the global layers")
+    return _read_truncate(result)
+
+
+def _read_truncate(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Transformers looks for YaRN's `truncate` where a model type with one rotation has it, and so finds none."""
+    if parameters.get("truncate", True) is not True:
+        raise unsupported("a RoPE parameter truncate = false", "true, in this model type")
+    return parameters
 
 
 def _from_gguf(metadata: Mapping[str, Any], shapes: Shapes, read: ReadTensor) -> Described:

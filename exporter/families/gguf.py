@@ -124,11 +124,11 @@ class GGUFMetadata:
         return ["sliding_attention" if value else "full_attention" for value in slides]
 
     def rope(self, head_dim: int) -> RopeSpec:
-        """RoPE of the layers that scale it."""
+        """RoPE of the layers that scale it. A factor without a type is a linear one, as in llama.cpp."""
         plain = RopeSpec(
             theta=self.number("rope.freq_base", 10000.0), rotary_dim=self.integer("rope.dimension_count", head_dim)
         )
-        kind = self.get("rope.scaling.type", "none")
+        kind = self.get("rope.scaling.type", "none" if self.get("rope.scaling.factor") is None else "linear")
         if kind == "none":
             return plain
         if kind != "linear":

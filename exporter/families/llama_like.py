@@ -91,7 +91,7 @@ def llama_like(
                     **attention,
                     window=window_length(config.get("sliding_window")) if kind == "sliding_attention" else None,
                     rope=rope_spec(
-                        rope_parameters(config, kind, THETA),
+                        rope_parameters(config, THETA),
                         attention["head_dim"],
                         positive(config, "max_position_embeddings"),
                     ),

@@ -25,7 +25,8 @@ _SUFFIXES = {
     "weight_packed": "compressed-tensors", "weight_scale_inv": "FP8", "weight_scale_2": "ModelOpt",
     "weight_scale": "FP8 or compressed-tensors", "input_scale": "FP8", "W_q": "HQQ", "weight_scales": "EETQ",
     "codebooks": "AQLM", "codes": "AQLM", "Qidxs": "QuIP#", "q_weight": "ExLlamaV2", "q_perm": "ExLlamaV2",
-    "_blocks": "MXFP4", "biases": "MLX", "qdata": "torchao", "_data": "Quanto",
+    "_blocks": "MXFP4", "biases": "MLX", "qdata": "torchao", "_qdata": "torchao", "_data": "Quanto",
+    "trellis": "ExLlamaV3", "centroids": "VPTQ",
 }  # fmt: skip
 """Last part of a tensor's name -> what stores such a one beside or in place of its weight."""
 _DTYPES = {"F8_E4M3": "FP8", "F8_E5M2": "FP8", "F8_E8M0": "MXFP4", "F4": "FP4", "I8": "an int8 format",
@@ -34,11 +35,22 @@ _DTYPES = {"F8_E4M3": "FP8", "F8_E5M2": "FP8", "F8_E8M0": "MXFP4", "F4": "FP4", 
 
 def method_of_config(config: Mapping[str, Any]) -> str | None:
     """How ``config.json`` says that the weights are quantised, in `quant_method`'s words; None if it does not."""
-    for key in ("quantization_config", "compression_config"):
+    for key in ("quantization", "quantization_config", "compression_config"):
         said = config.get(key)
-        if said:
-            return str(said.get("quant_method") or "bitsandbytes") if isinstance(said, Mapping) else str(said)
-    return "MLX" if config.get("quantization") else None
+        if not said:
+            continue
+        if not isinstance(said, Mapping):
+            return str(said)
+        if said.get("quant_method"):
+            return str(said["quant_method"])
+        producer = said.get("producer")
+        if isinstance(producer, Mapping) and producer.get("name"):
+            return str(producer["name"])
+        if any("4bit" in name or "8bit" in name for name in said):
+            return "bitsandbytes"
+        # MLX writes both sections, and no method in either.
+        return "MLX" if key == "quantization" else "a method that config.json does not name"
+    return None
 
 
 def method_of_tensors(dtypes: Mapping[str, str]) -> str | None:

@@ -119,48 +119,71 @@ def _as_implied(config: Mapping[str, Any], implied: list[LayerType], which: str)
     return implied
 
 
-def rope_parameters(config: Mapping[str, Any], layer_type: LayerType, default_theta: float) -> dict[str, Any]:
-    """The RoPE parameters of one kind of layer, with `rope_theta` filled in.
+def rope_parameters(config: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
+    """The RoPE parameters of a model type with one rotation, as Transformers reads them, with its defaults filled in.
 
-    Transformers spelt them ``rope_theta`` beside ``rope_scaling`` (up to v4), then ``rope_parameters``, flat or one
-    dictionary a layer type (v5); what stands inside wins over what stands beside. ``rope_scaling`` that was
-    added to a config of v5 by hand is what counts.
+    It spelt them ``rope_theta`` beside ``rope_scaling`` (up to v4), then ``rope_parameters`` (v5). Where a config has
+    both sections (``rope_scaling`` was added by hand), the whole of ``rope_parameters`` is dropped; what stands inside
+    a section wins over what stands beside (``RotaryEmbeddingConfigMixin.convert_rope_params_to_dict``).
 
     Raises:
-        UnsupportedModelError: the two contradict each other.
+        CheckpointError: what would be dropped says something else than what counts.
+        UnsupportedModelError: a rotation for each kind of layer, or of a part of each head.
     """
-    parameters, scaling = (
-        _one_type(section(found, layer_type) if any(key in found for key in LAYER_TYPES) else found, name)
-        for name in ("rope_parameters", "rope_scaling")
-        for found in [section(config, name)]
-    )
-    if scaling and parameters:
-        unsaid = {"rope_type"} if parameters.get("rope_type") == "default" else set()
-        # Transformers drops the whole of `rope_parameters`, and takes the theta that stands beside or its default.
-        theta = {"rope_theta": default_theta if config.get("rope_theta") is None else config["rope_theta"]}
-        for key in sorted(parameters.keys() - unsaid):
-            other = (theta | scaling).get(key, parameters[key])
-            if other != parameters[key]:
-                raise unsupported(
-                    f"{key} {parameters[key]} in rope_parameters and {other} by rope_scaling", "one of the two sections"
-                )
-    result = {**parameters, **scaling}
-    for key, default in (("rope_theta", default_theta), ("partial_rotary_factor", 1.0)):
-        if result.get(key) is None:
-            beside = config.get(key)
-            result[key] = default if beside is None else beside
-    if result.get("original_max_position_embeddings") is None:
-        result["original_max_position_embeddings"] = config.get(
-            "original_max_position_embeddings", config.get("max_position_embeddings")
-        )
+    parameters, scaling = (_one_rotation(section(config, name), name) for name in ("rope_parameters", "rope_scaling"))
+    counts, dropped = (scaling, parameters) if scaling else (parameters, {})
+    result = filled(counts, config, config.get("rope_theta"), default_theta)
+    refuse_dropped(dropped, result, "rope_parameters", "rope_scaling")
     return result
 
 
-def _one_type(parameters: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _one_rotation(parameters: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if nested := [key for key in LAYER_TYPES if key in parameters]:
+        raise unsupported(f"{where} with {' and '.join(nested)}", "one rotation for all layers of this model type")
+    return one_type(parameters, where)
+
+
+def filled(counts: Mapping[str, Any], config: Mapping[str, Any], theta: Any, default_theta: float) -> dict[str, Any]:
+    """The parameters that count, with what stands beside them in `config`, or else the defaults.
+
+    Args:
+        theta: the base that stands beside them; null means none.
+
+    Raises:
+        CheckpointError: what stands beside is something else than what counts, or a factor has no type.
+        UnsupportedModelError: a rotation of a part of each head.
+    """
+    result = {"rope_type": "default"} | {key: value for key, value in counts.items() if value is not None}
+    result.setdefault("rope_theta", default_theta if theta is None else theta)
+    result.setdefault("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
+    if result["partial_rotary_factor"] != 1.0:
+        raise unsupported(
+            f"partial_rotary_factor = {result['partial_rotary_factor']!r}", "heads of this model type rotated whole"
+        )
+    if "rope_type" not in counts and result.get("factor", 1.0) != 1.0:
+        raise contradiction(f"a RoPE factor {result['factor']!r} without a rope_type", "a factor with its rope_type")
+    beside = config.get("original_max_position_embeddings")
+    original = result.setdefault(
+        "original_max_position_embeddings", config.get("max_position_embeddings") if beside is None else beside
+    )
+    if result["rope_type"] in ("llama3", "yarn") and beside is not None and beside != original:
+        raise contradiction(f"original_max_position_embeddings {original} and, beside it, {beside}", "one of them")
+    return result
+
+
+def refuse_dropped(dropped: Mapping[str, Any], counts: Mapping[str, Any], section_dropped: str, by: str) -> None:
+    """Raise for a parameter of which a section that does not count says something else. That the type is the default
+    one, every config of Transformers 5 says; it is no word against another."""
+    for key, value in sorted(dropped.items()):
+        if counts.get(key) != value and value is not None and (key, value) != ("rope_type", "default"):
+            raise contradiction(f"{key} {value} in {section_dropped} and {counts.get(key)} by {by}", "one value")
+
+
+def one_type(parameters: Mapping[str, Any], where: str) -> dict[str, Any]:
     """`parameters` with their type as ``rope_type``, whose older name is ``type``."""
     old, new = parameters.get("type"), parameters.get("rope_type")
     if old is not None and new is not None and old != new:
-        raise unsupported(f"type {old!r} and rope_type {new!r} in {where}", "one of them")
+        raise contradiction(f"type {old!r} and rope_type {new!r} in {where}", "one of them")
     named = {} if old is None and new is None else {"rope_type": old if new is None else new}
     return {key: value for key, value in parameters.items() if key not in ("type", "rope_type")} | named
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from exporter.spec import EAGER, FLOAT, Comparison
 from exporter.verification.runs import Calls, Run, run
@@ -98,15 +98,15 @@ def write_reference(path: Path, original: Run, calls: Calls) -> None:
     """
     logits = torch.stack(original.logits)
     top_ids = logits.topk(min(TOP, logits.shape[1] - 1)).indices
-    save_file(
+    saved = save(
         {
             "ids": torch.tensor(calls.ids[: sum(calls.pieces)]),
             "pieces": torch.tensor(calls.pieces),
             "top_ids": top_ids.contiguous(),
             "logprobs": torch.stack([_summary(row, top) for row, top in zip(logits, top_ids, strict=True)]),
-        },
-        path,
+        }
     )
+    path.write_bytes(saved)  # safetensors' own writer says of a full disk what nobody catches
 
 
 def _summary(logits: torch.Tensor, top_ids: torch.Tensor) -> torch.Tensor:

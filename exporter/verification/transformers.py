@@ -118,6 +118,9 @@ class TransformersReference:
         directory = checkpoint.path.parent if checkpoint.kind == "gguf" else checkpoint.path
         models = _transformers().AutoModelForCausalLM
         self.model = models.from_pretrained(str(directory), local_files_only=True, **how).eval()
+        windows = [layer.mixer.window for layer in checkpoint.spec.layers if isinstance(layer.mixer, AttentionSpec)]
+        # Of a window of 1 Transformers' cache keeps every key: ``keys[-window + 1 :]`` is all of them.
+        self._has_cache = 1 not in windows
 
     @torch.no_grad()
     def logits(self, ids: Sequence[int]) -> torch.Tensor:
@@ -127,13 +130,15 @@ class TransformersReference:
     @torch.no_grad()
     def greedy(self, ids: Sequence[int], count: int) -> tuple[list[int], list[torch.Tensor]]:
         """`count` greedy tokens after `ids`, and the logits ``[V]`` each was followed by."""
-        out = self.model(torch.tensor([list(ids)]), use_cache=True, logits_to_keep=1)
-        tokens, rows = [int(out.logits[0, -1].argmax())], []
-        for _ in range(count):
-            out = self.model(torch.tensor([tokens[-1:]]), past_key_values=out.past_key_values, use_cache=True)
+        seen, tokens, rows = list(ids), list[int](), list[torch.Tensor]()
+        new, cache = seen, None
+        for _ in range(count + 1):
+            out = self.model(torch.tensor([new]), past_key_values=cache, use_cache=self._has_cache, logits_to_keep=1)
             rows.append(out.logits[0, -1].float())
             tokens.append(int(rows[-1].argmax()))
-        return tokens[:count], rows
+            seen.append(tokens[-1])
+            new, cache = (seen[-1:], out.past_key_values) if self._has_cache else (seen, None)
+        return tokens[:count], rows[1:]
 
 
 def compare_with_transformers(

@@ -162,7 +162,7 @@ def test_the_bandwidth_leaves_the_threads_as_they_were() -> None:
 @pytest.mark.parametrize(
     ("mistake", "error", "said"),
     [
-        ({"threads": 0}, ConfigError, "1 or more"),
+        ({"threads": 0}, ConfigError, "expected 1 to "),
         ({"contexts": []}, ConfigError, "positive"),
         ({"prefills": [0]}, ConfigError, "positive"),
         ({"contexts": [129]}, RuntimeLimitError, "at most 128"),

@@ -178,7 +178,7 @@ def test_extremes_can_be_drawn(
         (["--contexts", "0"], "positive whole numbers"),
         (["--contexts", "131073"], "at most 131072"),
         (["--plot", "plan.pdf"], "ends in .png"),
-        (["--plot", "nowhere/plan.png"], "in a folder that does not exist"),
+        (["--plot", "nowhere/plan.png"], "in a directory that exists"),
     ],
 )
 def test_bad_arguments(
@@ -213,5 +213,5 @@ def test_a_full_disk_leaves_the_old_picture(monkeypatch: pytest.MonkeyPatch, cap
 
 def test_a_folder_where_the_picture_should_go(monkeypatch: pytest.MonkeyPatch, capfd: Capture, tmp_path: Path) -> None:
     (tmp_path / "plan.png").mkdir()
-    assert "cannot be written" in refused(monkeypatch, capfd, "--model", INKLING, "--plot", tmp_path / "plan.png")
+    assert "it is a directory" in refused(monkeypatch, capfd, "--model", INKLING, "--plot", tmp_path / "plan.png")
     assert [path.name for path in tmp_path.iterdir()] == ["plan.png"]

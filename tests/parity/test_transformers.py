@@ -28,6 +28,7 @@ from exporter.spec import (
     ShortConvSpec,
     state_specs,
 )
+from exporter.verification.transformers import TransformersReference
 
 StateDict = dict[str, torch.Tensor]
 LENGTH = 44
@@ -58,7 +59,7 @@ def tiny(model_type: str, **config: Any) -> Any:
 def rope_of(config: Any) -> RopeSpec:
     as_file = config.to_dict()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return rope_spec(rope_parameters(as_file, "full_attention", 1e4), head_dim, config.max_position_embeddings)
+    return rope_spec(rope_parameters(as_file, 1e4), head_dim, config.max_position_embeddings)
 
 
 def attention_of(config: Any, window: int | None = None, **changes: Any) -> AttentionSpec:
@@ -263,3 +264,15 @@ def test_gemma2(caps: tuple[float, float]) -> None:
     names |= {f"mlp.{x}_proj.weight": f"feed_forward.{x}_proj.weight" for x in ("gate", "up", "down")}
     state = {name: tensor + 1 if "norm" in name else tensor for name, tensor in renamed(model, names).items()}
     assert_logits_of(model, spec_of(config, layers, embedding_scale=8.0, final_logit_softcap=final_cap), state)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_the_references_greedy_tokens_are_those_of_a_forward_without_a_cache(tmp_path: Path, window: int) -> None:
+    """Transformers' own cache keeps every key of a window of 1."""
+    model = tiny("mistral", num_hidden_layers=2, sliding_window=window)
+    model.save_pretrained(tmp_path)
+    reference = TransformersReference(open_checkpoint(CheckpointConfig(path=tmp_path)))
+    tokens, rows = reference.greedy(range(5), 7)
+    whole = model(torch.tensor([[*range(5), *tokens]])).logits[0, 4:]
+    assert tokens == whole.argmax(-1)[:-1].tolist()
+    assert (torch.stack(rows) - whole[1:]).abs().max() < RELATIVE * whole.abs().max()

@@ -81,6 +81,24 @@ def test_a_limit_of_file_sizes_is_said(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_whatever_is_wrong_with_a_staged_file_is_said(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="Input/output error"), write_bundle(tmp_path / "toy") as writer:
+        raise OSError(errno.EIO, "Input/output error", str(writer.path / "model.pte"))
+    with pytest.raises(BundleError, match="No such file"), write_bundle(tmp_path / "toy") as writer:
+        writer.path.rmdir()  # by somebody else
+        (writer.path / "model.pte").write_bytes(b"half")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_of_another_file_is_not_the_outputs(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), write_bundle(tmp_path / "toy"):
+        (tmp_path / "weights").read_bytes()
+    elsewhere = tmp_path.parent / "elsewhere" / "tmp"
+    with pytest.raises(BundleError, match=rf"disk full \({elsewhere}\)"), write_bundle(tmp_path / "toy"):
+        raise OSError(errno.ENOSPC, "No space left on device", str(elsewhere))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_older_bundle_is_replaced_whole(tmp_path: Path) -> None:
     toy_bundle(tmp_path / "toy", template="old")
     toy_bundle(tmp_path / "toy", toy_manifest(context=64))

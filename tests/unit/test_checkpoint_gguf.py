@@ -1,6 +1,7 @@
 """GGUF files, and files that are joined from parts shipped in packages."""
 
 import random
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,33 @@ def test_one_part_of_a_split_model(tmp_path: Path) -> None:
     refused(path, "one of 2 parts", "gguf-split")
 
 
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"general.type": "adapter", "adapter.type": "lora"}, "an adapter"),
+        ({"adapter.lora.alpha": "8"}, "an adapter"),
+        ({"general.type": "mmproj"}, "a vision or audio encoder"),
+        ({"clip.projector_type": "gemma3"}, "a vision or audio encoder"),
+        ({"controlvector.model_hint": "llama"}, "a control vector"),
+        ({"general.type": "imatrix"}, "an importance matrix"),
+        ({"general.type": "newest"}, "type 'newest'"),
+        ({}, "an adapter"),
+    ],
+)
+def test_what_is_no_model_is_named(tmp_path: Path, keys: dict[str, str], words: str) -> None:
+    """The last one says nothing; its tensors do."""
+    path = tmp_path / "other.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in keys.items():
+        writer.add_string(key, value)
+    writer.add_tensor("blk.0.attn_q.weight" if keys else "blk.0.attn_q.weight.lora_a", np.zeros((4, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    refused(path, f"a GGUF file of {words}, which is no model by itself", "llama-export-lora")
+
+
 def test_license_and_name_come_from_the_file_unless_the_config_speaks(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"))
     assert open_checkpoint(at(path)).source.name == "tiny"
@@ -254,6 +282,17 @@ def test_a_cache_that_cannot_be_written(package: Path, tmp_path: Path) -> None:
     blocked.write_text("in the way")
     with pytest.raises(CheckpointError, match=r"checkpoint\.cache_dir"):
         join_parts([package / "data" / "tiny.gguf"], blocked / "cache", None)
+
+
+def test_a_cache_without_room_is_left_as_it_was(package: Path, tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match="File too large; expected room in"):
+            join_parts([package / "data" / f"tiny.gguf.part0{i}" for i in (0, 1)], tmp_path / "cache", None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_every_tiny_config_is_tested_as_gguf_or_has_no_gguf_form() -> None:

@@ -392,6 +392,9 @@ def test_quantised_weights_are_named_as_such(tmp_path: Path, name: str) -> None:
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "AWQ"),
         ({"quantization_config": {"load_in_4bit": True}}, "bitsandbytes"),
         ({"quantization": {"group_size": 64, "bits": 4}}, "MLX"),
+        ({"quantization": {"bits": 4}, "quantization_config": {"bits": 4}}, "MLX"),
+        ({"quantization_config": {"producer": {"name": "modelopt"}, "quant_algo": "FP8"}}, "ModelOpt"),
+        ({"quantization_config": {"bits": 4}}, "a method that config.json does not name"),
         ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
         ({"quantization_config": {"quant_method": "newest"}}, "newest"),
     ],
@@ -406,7 +409,8 @@ def test_a_config_that_says_quantised_is_believed(tmp_path: Path, config: dict[s
 @pytest.mark.parametrize(
     "name",
     ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapters.safetensors", "adapters.npz",
-     "adapter_0.pt", "lora.safetensors", "pytorch_lora_weights.safetensors", "style-lora.safetensors"],
+     "adapter_0.pt", "lora.safetensors", "pytorch_lora_weights.safetensors", "style-lora.safetensors",
+     "style_LoRA.gguf"],
 )  # fmt: skip
 def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path, name: str) -> None:
     path, _ = saved(tmp_path)
@@ -418,8 +422,55 @@ def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path, name: str) -> 
     assert load(path)
 
 
-def test_an_adapter_inside_the_weights_is_refused(tmp_path: Path) -> None:
+ADAPTERS = ["q_proj.lora_A.weight", "q_proj.lora_B.default.weight", "q_proj.lokr_w1", "q_proj.hada_w1_a",
+            "q_proj.ia3_l", "q_proj.oft_r.weight", "lora_unet_q_proj.lora_down.weight"]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ADAPTERS)
+def test_an_adapter_is_known_by_its_tensors(tmp_path: Path, key: str) -> None:
+    """Among the weights, and in a file beside them that is called anything; other files beside them say nothing."""
     path, _ = saved(tmp_path)
-    key = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    key = f"base_model.model.model.layers.0.self_attn.{key}"
+    save_file({"layers.0.attention.wq.weight": torch.zeros(4, 64)}, path / "consolidated.safetensors")
+    (path / "damaged.safetensors").write_bytes((10).to_bytes(8, "little") + b"{" + b"x" * 9)
+    load(path)
+    save_file({key: torch.zeros(4, 64)}, path / "epoch_3.safetensors")
+    refused(path, "an adapter beside the weights (epoch_3.safetensors)")
+    (path / "epoch_3.safetensors").unlink()
     rewrite(path, {key: torch.zeros(4, 64)})
     refused(path, f"an adapter beside the weights ({key})")
+
+
+@pytest.mark.parametrize("lacking", ["config.json", "model.safetensors"])
+def test_an_adapter_alone_is_named(tmp_path: Path, lacking: str) -> None:
+    path, _ = saved(tmp_path)
+    (path / "adapter_config.json").write_text("{}")
+    (path / lacking).unlink()
+    refused(path, "an adapter beside the weights (adapter_config.json)")
+
+
+def test_weights_of_another_name_are_said(tmp_path: Path) -> None:
+    path, _ = saved(tmp_path)
+    (path / "model.safetensors").rename(path / "gptq_model-4bit-128g.safetensors")
+    refused(path, "without weights of that name, but with gptq_model-4bit-128g.safetensors")
+    edit_config(path, quantization_config={"quant_method": "gptq"})
+    with pytest.raises(UnsupportedModelError, match=r"quantised already \(GPTQ\)"):
+        load(path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool])
+def test_weights_of_another_dtype_are_named_with_what_to_do(tmp_path: Path, dtype: torch.dtype) -> None:
+    path, _ = saved(tmp_path)
+    rewrite(path, {key: value.to(dtype) for key, value in proj(path).items()})
+    refused(path, "more; expected weights of type F32, F16, BF16. Save the weights as float32")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("key", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_a_weight_that_is_no_number_is_named(tmp_path: Path, key: str, value: float) -> None:
+    path, model = saved(tmp_path)
+    weight = model.state_dict()[key].clone()
+    weight.view(-1)[-1] = value
+    rewrite(path, {key: weight})
+    with pytest.raises(CheckpointError, match=rf"NaN or infinity in \S+ \({key}\)"):
+        load(path)

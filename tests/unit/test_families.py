@@ -145,16 +145,15 @@ def test_three_spellings_of_one_gemma_pattern_agree() -> None:
     assert windows(GEMMA) == [8, 8, 8, 8, 8, None, 8, 8]
 
 
-def test_flat_rope_parameters_speak_of_gemmas_global_layers() -> None:
-    flat = {"rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}, "rope_local_base_freq": 1e4}
+def test_rope_scaling_speaks_of_gemmas_global_layers() -> None:
     nested = {
         "rope_parameters": {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         }
     }
-    old = {"rope_scaling": {"type": "linear", "factor": 8.0}, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
-    assert spec_of(GEMMA | flat) == spec_of(GEMMA | nested) == spec_of(GEMMA | old)
+    old = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
+    assert spec_of(GEMMA | nested) == spec_of(GEMMA | old)
 
 
 def test_local_layers_rotate_with_base_10000_unscaled() -> None:

@@ -52,7 +52,10 @@ def test_gguf_metadata_means_the_same_as_the_config() -> None:
     gemma = GEMMA | {"query_pre_attn_scalar": 16, "max_position_embeddings": 256}
     assert gguf_spec(GGUF_GEMMA) == spec_of(gemma)
     scaled = {"gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 8.0}
-    assert gguf_spec(GGUF_GEMMA | scaled) == spec_of(gemma | {"rope_scaling": {"type": "linear", "factor": 8.0}})
+    linear = spec_of(gemma | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
+    assert gguf_spec(GGUF_GEMMA | scaled) == linear
+    assert gguf_spec(GGUF_GEMMA | {"gemma3.rope.scaling.factor": 8.0}) == linear  # as llama.cpp reads it
+    assert gguf_spec(GGUF_GEMMA | scaled | {"gemma3.rope.scaling.type": "none"}) == spec_of(gemma)
     for pattern in (3, [True, True, False, True, True, False, True, True]):
         metadata = GGUF_GEMMA | {"gemma3.attention.sliding_window_pattern": pattern}
         assert gguf_spec(metadata) == spec_of(gemma | {"sliding_window_pattern": 3})

@@ -36,7 +36,7 @@ ALIKE: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("ids", ALIKE, ids=str)
+@pytest.mark.parametrize("ids", ALIKE, ids=range(len(ALIKE)))
 def test_integers_run_as_a_list_of_them_does(ids: Any) -> None:
     own = session()
     assert torch.equal(own.prefill(ids), session().prefill(IDS))

@@ -20,13 +20,13 @@ RUNTIME_LEAFS = {
     "exporter.backends",  # the registry: which module runs the programs of a format
     "exporter.lengths",  # the usual contexts, and one way to ask for others
     "exporter.units",  # sizes in the same words
+    "exporter.outputs",  # files that it writes
     "exporter.text.files",  # the tokenizer's files
     "exporter.text.template",  # and the conversations that its template writes
     "exporter.text.chat",
 }
 COMMAND_LEAFS = {
-    "exporter.console": {"__main__"},  # tables as wide as elsewhere
-    "exporter.quiet": {"__main__"},  # what libraries say stays out of the terminal
+    "exporter.console": {"__main__"},  # prints and ends as elsewhere
     "exporter.machine": {"bench", "bench_report"},  # memory of this process, and which machine this is
     "exporter.english": {"bench"},  # the text that is scored
 }
@@ -37,6 +37,7 @@ LOADER_LEAFS = {
     "exporter.optional",  # a package that is not installed names its extra
     "exporter.quiet",  # runtimes write to stderr while they load
     "exporter.machine",  # where the compiled kernels are kept
+    "exporter.room",  # whether there is any for what a runtime unpacks
     "exporter.grids",  # options name grids
     "exporter.recipe",  # and say which parameter is on which
     "exporter.tricks.packed_weights",  # methods of a program share their packed weights
@@ -58,7 +59,8 @@ LEAFS: dict[str, set[str]] = {
     "spec/recipe": DATA,
     "spec/checks": KINDS,
     "spec/__init__": DATA | KINDS | SPEC,
-    "console": set(),
+    "console": {"exporter.errors", "exporter.quiet"},
+    "outputs": {"exporter.errors"},
     "errors": set(),
     "optional": {"exporter.errors", "exporter.quiet", "exporter.backends"},  # the registry knows an extra's platforms
     "quiet": set(),
@@ -67,6 +69,7 @@ LEAFS: dict[str, set[str]] = {
     "machine": {"exporter.units"},
     "units": set(),
     "lengths": {"exporter.errors"},
+    "room": set(),
     "tricks/__init__": set(),
     "tricks/base": set(),
     "tricks/packed_weights": {"exporter.tricks.base"},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -12,11 +11,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from exporter.errors import UnsupportedModelError
-from exporter.families import from_hf
-from exporter.families.reading import rope_parameters
 from exporter.model.rope import RotaryTable, inverse_frequencies, rotate
-from exporter.spec import AttentionSpec, RopeSpec
+from exporter.spec import RopeSpec
 
 LLAMA3 = {
     "scaling": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
@@ -153,48 +149,3 @@ def test_tables_are_real_on_a_decoder_built_without_memory() -> None:
     with torch.device("meta"):
         table = RotaryTable(RopeSpec(theta=10_000.0, rotary_dim=64, factor=32.0, **YARN))
     assert table.inv_freq.device.type == "cpu" and table.state_dict() == {}
-
-
-STRETCH = {"factor": 4.0, "original_max_position_embeddings": 32}
-PARAMETERS: list[dict[str, Any] | None] = [
-    None, {"rope_type": "default", "rope_theta": 10000.0}, {"rope_type": "default", "rope_theta": 5e5},
-    {"rope_type": "yarn", "rope_theta": 10000.0, **STRETCH},
-    {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
-]  # fmt: skip
-SCALINGS: list[dict[str, Any] | None] = [
-    None, {"type": "yarn", **STRETCH}, {"rope_type": "yarn", **STRETCH}, {"type": "linear", "factor": 4.0},
-    {"rope_type": "yarn", "rope_theta": 5e5, **STRETCH}, {"rope_type": "linear", "factor": 2.0}, {"type": "default"},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.parametrize("parameters", PARAMETERS)
-@pytest.mark.parametrize("theta", [None, 10000.0, 5e5])
-def test_two_sections_of_rope_are_read_as_transformers_reads_them_or_refused(
-    parameters: dict[str, Any] | None, scaling: dict[str, Any] | None, theta: float | None
-) -> None:
-    """`rope_scaling`, added by hand to a config of Transformers 5, counts; sections that contradict each other are
-    refused, where Transformers drops one."""
-    base = {
-        "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 97,
-        "num_hidden_layers": 1, "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "hidden_act": "silu",
-    }  # fmt: skip
-    said = {"rope_parameters": parameters, "rope_scaling": scaling, "rope_theta": theta}
-    said = {key: copy.deepcopy(value) for key, value in said.items() if value is not None}
-    try:
-        mixer = from_hf(base | said)[1].layers[0].mixer
-    except UnsupportedModelError:
-        assert parameters and scaling, "one section alone is no contradiction"
-        kinds = [one.get("rope_type", one.get("type")) for one in (parameters, scaling)]
-        thetas = {parameters.get("rope_theta"), scaling.get("rope_theta", theta or 10000.0)}
-        assert len(thetas) > 1 or ("default" != kinds[0] != kinds[1]) or kinds[0] == kinds[1] != "default"
-        return
-    assert isinstance(mixer, AttentionSpec) and mixer.rope is not None
-    theirs = LlamaRotaryEmbedding(LlamaConfig(**copy.deepcopy(base | said)))
-    ours, factor = inverse_frequencies(mixer.rope)
-    assert torch.equal(ours, theirs.inv_freq) and factor == theirs.attention_scaling
-
-
-def test_two_names_of_a_type_that_differ_are_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"type 'yarn' and rope_type 'default' in rope_scaling"):
-        rope_parameters({"rope_scaling": {"type": "yarn", "rope_type": "default", **STRETCH}}, "full_attention", 1e4)

@@ -44,13 +44,29 @@ cli.main()
 """The command line in the middle of an export."""
 
 
-def stopped(target: Path, *by: signal.Signals, hangup: str = "SIG_DFL") -> tuple[int, str]:
+SLOW = """
+import time
+from exporter import staging
+remove = staging._remove
+
+def slow(directory) -> None:
+    if directory.suffix == ".partial":
+        print("removing", flush=True)
+        time.sleep(0.3)
+    remove(directory)
+
+staging._remove = slow
+"""
+
+
+def stopped(target: Path, *by: signal.Signals, hangup: str = "SIG_DFL", slow: bool = False) -> tuple[int, str]:
     """The exit code of a process that got the signals in the middle of an export, and its stderr. `hangup`: what it
-    was started to do with SIGHUP."""
-    command = [sys.executable, "-c", HOLD, str(target), hangup]
+    was started to do with SIGHUP. `slow`: all but the first come while it removes what it made."""
+    command = [sys.executable, "-c", SLOW * slow + HOLD, str(target), hangup]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert child.stdout is not None and child.stdout.readline() == "ready\n"
-    for number in by:
+    for place, number in enumerate(by):
+        assert not (slow and place == 1) or child.stdout.readline() == "removing\n"
         child.send_signal(number)
     _, said = child.communicate(timeout=60)
     return child.returncode, said
@@ -64,6 +80,15 @@ def names(directory: Path) -> list[str]:
 def test_a_signal_that_asks_leaves_nothing(tmp_path: Path, by: signal.Signals) -> None:
     code, said = stopped(tmp_path / "toy", by)
     assert code == 128 + by
+    assert "Traceback" not in said
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("again", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_second_signal_waits_until_all_is_removed(tmp_path: Path, again: signal.Signals) -> None:
+    """Ctrl-C pressed twice, or a supervisor that asks again."""
+    code, said = stopped(tmp_path / "toy", signal.SIGINT, again, slow=True)
+    assert code == 128 + again
     assert "Traceback" not in said
     assert names(tmp_path) == []
 

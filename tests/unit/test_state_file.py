@@ -157,3 +157,22 @@ def test_two_tensors_in_each_others_place_are_refused(whole: tuple[Path, bytes, 
     save_file(tensors, path, metadata)
     with pytest.raises(StateFileError, match=f"in {first}, {second}"):
         state.load(path)
+
+
+@pytest.mark.parametrize("change", ["another blank", "a blank more", "a key twice"])
+def test_a_header_that_says_the_same_in_other_bytes_is_refused(whole: tuple[Path, bytes, State], change: str) -> None:
+    path, content, state = whole
+    length = int.from_bytes(content[:8], "little")
+    header, data = content[8 : 8 + length].rstrip(), content[8 + length :]
+    if change == "another blank":
+        header += b"\n"
+    elif change == "a blank more":
+        header = header.replace(b'":{', b'": {', 1)
+    else:
+        header = header.replace(b'"dtype":"F32",', b'"dtype":"I64","dtype":"F32",', 1)
+    header += b" " * (-len(header) % 8)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
+    with pytest.raises(StateFileError):
+        state.load(path)
+    path.write_bytes(content)
+    state.load(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import tempfile
 import threading
 import weakref
 from collections.abc import Coroutine, Sequence
@@ -16,9 +17,12 @@ from torch import Tensor
 from exporter.errors import BundleError
 from exporter.optional import optional
 from exporter.quiet import native_stderr_hidden
+from exporter.room import require_room
 from exporter.spec import ProgramSpec
 
 BYTECODE, MAGIC = "main.mlirb", b"ML\xefR"
+UNPACKED_MARGIN = 16 * 2**20
+"""Bytes that an unpacked program has beside its weights: 0.6 MB a layer were seen."""
 
 
 def prepare(threads: int | None) -> int | None:
@@ -41,7 +45,8 @@ class AimodelProgram:
 
     Raises:
         MissingPackageError: coreai-core is not installed.
-        BundleError: the interpreter refuses the asset, or it is not the one that `spec` describes.
+        BundleError: the interpreter refuses the asset, or it is not the one that `spec` describes, or there is no room
+            for the files it is unpacked to.
     """
 
     def __init__(self, path: Path, spec: ProgramSpec) -> None:
@@ -50,6 +55,7 @@ class AimodelProgram:
         self._states = [state.name for state in spec.states]
         self._loop = _Loop()
         names = {method: own.function or method for method, own in spec.methods.items()}
+        _require_room(path)
         try:
             # The interpreter crashes the process on damaged bytes; the bundle's checksum has excluded those.
             with (path / BYTECODE).open("rb") as file:
@@ -81,6 +87,21 @@ class AimodelProgram:
             state.copy_(torch.from_numpy(array.numpy()))
         logits: Tensor = torch.from_numpy(outputs["logits"].numpy()).float()
         return logits.clone()
+
+
+def _require_room(path: Path) -> None:
+    """The interpreter works on a copy of the asset in the directory for temporary files, with a map of its operators;
+    where the disk is full it crashes the process."""
+    try:
+        size = sum(file.stat().st_size for file in path.iterdir())
+        require_room(Path(tempfile.gettempdir()), size, margin=UNPACKED_MARGIN)
+    except OSError as error:
+        raise BundleError(
+            f"program {path.name}",
+            got=f"no room to unpack it ({error})",
+            expected="its size and a little more, free in the directory for temporary files",
+            repair="Free some space, or name another directory in the environment variable TMPDIR.",
+        ) from error
 
 
 def _refusal(path: Path, reason: str) -> BundleError:

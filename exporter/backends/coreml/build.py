@@ -12,7 +12,7 @@ from exporter.cache.interface import CacheKernels
 from exporter.graph.contract import ProgramContract, refuse_failed
 from exporter.model.decoder import Decoder
 from exporter.programs import Limits, method_spec
-from exporter.room import require_room, temporary_files_in
+from exporter.room import native_writing, require_room
 from exporter.spec import PROGRAMS, Manifest, MethodSpec, ProgramKind, Recipe
 from exporter.units import in_unit
 
@@ -56,8 +56,8 @@ def build(
             detail(f"{compress(program, rounded, recipe)} matrices")
     with step("write package") as detail:
         convert.share_memory(program)
-        require_room(directory, 2 * recipe.stored_bytes)  # coremltools writes beside, and copies
-        with temporary_files_in(directory):
+        require_room(directory, recipe.stored_bytes, copies=2)  # coremltools writes beside, and copies
+        with native_writing(directory):
             convert.save(program, path)
         del program, functions, rounded
     with step("check package") as detail:
