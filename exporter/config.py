@@ -251,6 +251,14 @@ def _override(data: dict[Any, Any], overrides: Mapping[str, Any]) -> None:
         place[last] = value
 
 
+def _expanded(path: Path) -> Path:
+    """`path` with ``~`` as the home directory; a name after it that is nobody's is a name."""
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        return path
+
+
 def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> ExportConfig:
     """Read a YAML file; relative paths in it count from its own folder.
 
@@ -266,7 +274,7 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     checkpoint = config.checkpoint
     base = path.resolve().parent
     places = {"path": checkpoint.path, "cache_dir": checkpoint.cache_dir}
-    absolute = {key: base / value.expanduser() for key, value in places.items() if value is not None}
+    absolute = {key: base / _expanded(value) for key, value in places.items() if value is not None}
     return config.model_copy(update={"checkpoint": checkpoint.model_copy(update=absolute)})
 
 

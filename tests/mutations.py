@@ -50,5 +50,5 @@ def mutated(draw: st.DrawFn, value: Any, count: int = 2) -> Any:
             other = others[draw(st.integers(0, 2**16)) % len(others)]
             holder[last], holder[other] = holder[other], holder[last]
         else:
-            holder[last] = draw(ODD)
+            holder[last] = copy.deepcopy(draw(ODD))  # the strategy hands out its own
     return value

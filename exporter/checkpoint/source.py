@@ -124,4 +124,4 @@ def locate(config: CheckpointConfig) -> Path:
     parts = [_package_file(place) for place in config.package_files]
     if len(parts) == 1:
         return parts[0]
-    return join_parts(parts, (config.cache_dir or CACHE).expanduser(), config.sha256)
+    return join_parts(parts, config.cache_dir or CACHE.expanduser(), config.sha256)
