@@ -181,26 +181,37 @@ def _entry(file: Path) -> FileEntry:
 
 def _refuse_foreign_target(target: Path) -> None:
     """Only a directory that holds a bundle and nothing else may be replaced: replacing deletes what is there."""
-    if not os.path.lexists(target):
-        return
+    seen, foreign = None, None
+    while (now := _identity(target)) != seen:  # another export may move it aside and take its place while it is read
+        seen = now
+        foreign = None if now is None else _foreign(target)
+    if foreign is not None:
+        raise BundleError(
+            f"output {target.name}",
+            got=foreign,
+            expected="a new directory, or a bundle to replace",
+            repair="Choose another output directory, or move what is there away.",
+        )
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """The same for one directory as long as it stands there; None where nothing does."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _foreign(target: Path) -> str | None:
+    """What stands at `target`, if it is not a bundle and nothing else."""
     try:
         content = json.loads((target / MANIFEST_NAME).read_text(encoding="utf-8"))
         own = {MANIFEST_NAME, *content["files"]}
-    except (OSError, ValueError, KeyError, TypeError):
-        if not os.path.lexists(target):
-            return  # another export has just moved it aside
-        foreign = "something that is no bundle"
-    else:
         others = [name for name in _files_under(target) if name not in own]
-        if not others:
-            return
-        foreign = f"a bundle with files of another origin ({', '.join(others[:3])})"
-    raise BundleError(
-        f"output {target.name}",
-        got=foreign,
-        expected="a new directory, or a bundle to replace",
-        repair="Choose another output directory, or move what is there away.",
-    )
+    except (OSError, ValueError, KeyError, TypeError):
+        return "something that is no bundle"
+    return f"a bundle with files of another origin ({', '.join(others[:3])})" if others else None
 
 
 def _is_under(directory: Path, name: object) -> bool:

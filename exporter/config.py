@@ -7,11 +7,10 @@ repair it. An unknown key is an error, at any depth.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -26,6 +25,7 @@ from pydantic import (
 from exporter.backends import formats, traits
 from exporter.errors import ConfigError
 from exporter.spec import CachePolicy, FormatOptions, ModelSpec
+from exporter.yaml_text import parse_yaml
 
 # A dotted module would make importlib import its parent package.
 _PACKAGE_FILE = re.compile(r"[A-Za-z_]\w*:(?!/)(?!.*(?:^|[:/])\.\.(?:/|$)).+")
@@ -119,29 +119,6 @@ CONFIG: type[ExportConfig] = create_model(
 """The whole file: `ExportConfig` and a section for each format."""
 
 
-class _Loader(yaml.SafeLoader):
-    """PyYAML keeps the last of two equal keys; here the second one is an error. So is an alias: a few lines of them
-    stand for more than any memory holds, or for themselves."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.composer.ComposerError(
-                None, None, "an alias, which is not read here", self.peek_event().start_mark
-            )
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[Hashable] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, Hashable):
-                raise yaml.constructor.ConstructorError(None, None, f"{key!r:.40} as a key", key_node.start_mark)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} twice", key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
 def _model_at(root: type[BaseModel], place: tuple[int | str, ...]) -> type[BaseModel]:
     """The model under `root` that holds the key at the end of `place`."""
     model = root
@@ -203,18 +180,6 @@ def read_yaml_model(path: Path, root: type[M], see: str, overrides: Mapping[str,
         return root.model_validate(data)
     except ValidationError as error:
         raise _explain(f"config {path.name}", error, root) from error
-
-
-def parse_yaml(text: str) -> Any:
-    """The value of a YAML text.
-
-    Raises:
-        ValueError: it is no YAML, or has equal keys, aliases, or more levels than can be read.
-    """
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # of numbers and dates that are none, too
-        raise ValueError(" ".join(str(error).split())) from error
 
 
 def _read_yaml(path: Path, root: type[BaseModel], see: str) -> dict[Any, Any]:

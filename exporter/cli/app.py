@@ -13,12 +13,13 @@ from typing import Annotated, Any
 import typer
 from rich.pretty import Pretty
 
-from exporter.config import load_config, parse_yaml
+from exporter.config import load_config
 from exporter.console import messages, results, run, say
 from exporter.errors import ConfigError
 from exporter.quiet import native_stderr_hidden
 from exporter.tricks.rare_collections import rare_collections
 from exporter.units import in_unit
+from exporter.yaml_text import parse_yaml
 
 app = typer.Typer(
     name="exporter",
