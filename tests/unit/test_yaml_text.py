@@ -34,7 +34,7 @@ def test_what_is_refused(text: str, said: str) -> None:
 
 
 def test_aliases_count_as_often_as_they_stand_there() -> None:
-    """3 mappings of values: the scalar, 9 lists of 9 each; then ten times as many as are read."""
+    """A scalar, lists of nine of it, and lists of nine of those."""
     ten = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\nb: &b [*a, *a, *a, *a, *a, *a, *a, *a, *a]\n"
     assert len(parse_yaml(ten + "c: [*b, *b]")["c"][1][8]) == 9
     over = MOST_YAML_NODES // 91 + 1  # b is 1 + 9 * (1 + 9) values
