@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.fx.passes.infra.pass_base import PassResult
 
 
-@trick(saves="12% of the CPU of lowering", made_for=LOWERING)
+@trick(saves="5 of 121 CPU s of an export", made_for=LOWERING)
 def needed_dim_order_pass() -> Iterator[None]:
     """The pass leaves a graph alone that has none of the operators that it looks for."""
     from executorch.exir.passes.legalize_portable_dim_order_pass import LegalizePortableDimOrderPass

@@ -15,7 +15,7 @@ NEW_OBJECTS = 10_000
 """That many more objects made than freed start a collection of the young ones; 700 by itself."""
 
 
-@trick(saves="9 of 91 CPU s of an export", made_for={"python": "3.11"})
+@trick(saves="6 of 122 CPU s of an export", made_for={"python": "3.11"})
 def rare_collections() -> Iterator[None]:
     """Collections are rare inside; objects from before are looked at again afterwards."""
     thresholds = gc.get_threshold()

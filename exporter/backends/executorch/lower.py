@@ -33,7 +33,6 @@ from exporter.tricks.needed_dim_order_pass import needed_dim_order_pass
 from exporter.tricks.needed_passes import needed_passes
 from exporter.tricks.one_decomposition import one_decomposition
 from exporter.tricks.shared_copies import shared_copies
-from exporter.tricks.sorted_in_place import sorted_in_place
 from exporter.tricks.weights_on_disk import weights_on_disk
 
 
@@ -135,7 +134,6 @@ TRICKS = (
     needed_dim_order_pass,
     one_decomposition,
     deferred_code,
-    sorted_in_place,
     dependency_bits,
     shared_copies,
 )
