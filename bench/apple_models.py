@@ -46,14 +46,14 @@ def export(target: str, weights: str, bundle: Path) -> dict[str, Any]:
 def convert(target: str, weights: str, bundle: Path) -> dict[str, Any]:
     """The back end alone: from the float32 decoder to the checked file. The peak is that of the process, with the
     decoder and the libraries."""
-    from exporter import pipeline
     from exporter.backends import build_module
     from exporter.progress import Progress, peak_memory_bytes
+    from exporter.source import open_source, target_decoder
 
     progress = Progress.silent()
-    source = pipeline.open_source(config_of(target, weights))
+    source = open_source(config_of(target, weights))
     format = source.config.targets[0]
-    decoder = pipeline.target_decoder(source, format, progress)
+    decoder = target_decoder(source, format, progress)
     with tempfile.TemporaryDirectory(dir=bundle.parent) as folder:
         start = time.process_time()
         options, recipe = source.config.options(format), source.recipe(format)

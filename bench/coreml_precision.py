@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from exporter import pipeline
 from exporter.backends.coreml.precision import FLOAT32, SHIPPED, Precision, in_precision
 from exporter.cache.plain import PlainKernels
 from exporter.checkpoint import Checkpoint
@@ -20,6 +19,7 @@ from exporter.english import english_ids
 from exporter.model.decoder import Decoder
 from exporter.progress import Progress
 from exporter.quiet import quieten_libraries
+from exporter.source import open_source, read_decoder
 from exporter.spec import CachePolicy, TokenizerSpec, state_specs
 
 CONTEXT, TOKENS, ONE_BY_ONE = 2048, 700, 8
@@ -50,14 +50,14 @@ def play(decoder: Decoder, ids: list[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def decoder_of(checkpoint: Checkpoint, config: Path, progress: Progress) -> Decoder:
-    source = pipeline.open_source(load_config(config))
+    source = open_source(load_config(config))
     states = state_specs(checkpoint.spec, CachePolicy(), CONTEXT, "static", "float16")
-    return pipeline.read_decoder(source, states, PlainKernels(), progress)
+    return read_decoder(source, states, PlainKernels(), progress)
 
 
 def main(config: Path, tokenizer: Path) -> None:
     quieten_libraries()
-    checkpoint = pipeline.open_source(load_config(config)).checkpoint
+    checkpoint = open_source(load_config(config)).checkpoint
     ids = english_ids(
         tokenizer, TokenizerSpec(bos_token_id=2, eos_token_ids=(1,), add_bos=True, has_chat_template=False), TOKENS
     )

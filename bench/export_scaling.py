@@ -94,7 +94,7 @@ def write_checkpoint(directory: Path, shape: dict[str, int], tokenizer: Path) ->
 def write_gemma_tokenizer(directory: Path) -> None:
     """The tokenizer that the GGUF of configs/gemma3_270m.yaml carries."""
     from exporter.config import load_config
-    from exporter.pipeline import open_source
+    from exporter.source import open_source
     from exporter.tokenizer import write_tokenizer
 
     directory.mkdir()

@@ -13,7 +13,6 @@ from typing import Annotated
 import torch
 import typer
 
-from exporter import pipeline
 from exporter.backends.coreai.options import CoreAIOptions
 from exporter.backends.coreml.options import CoreMLOptions
 from exporter.cache.plain import PlainKernels
@@ -23,6 +22,7 @@ from exporter.model.decoder import Decoder, parameter_shapes
 from exporter.progress import Progress
 from exporter.quantization.rounding import round_weights
 from exporter.quiet import quieten_libraries
+from exporter.source import open_source, read_decoder
 from exporter.spec import SENSITIVE, Recipe, ReducedWeights
 from exporter.tokenizer import write_tokenizer
 
@@ -84,11 +84,11 @@ def compared(got: torch.Tensor, want: torch.Tensor, ids: torch.Tensor) -> str:
 def main(model: Annotated[Path, typer.Argument(help="The YAML of an export.")]) -> None:
     """Print a row of the tables for every variant."""
     quieten_libraries()
-    source = pipeline.open_source(load_config(model))
+    source = open_source(load_config(model))
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = write_tokenizer(source.checkpoint, Path(folder))
         ids = torch.tensor([english_ids(Path(folder) / "tokenizer.json", tokenizer, TOKENS)])
-    original = pipeline.read_decoder(source, source.states("executorch"), PlainKernels(), Progress.silent())
+    original = read_decoder(source, source.states("executorch"), PlainKernels(), Progress.silent())
     want = logits_of(original, ids)
     print("| weights | MB | mean difference of logits | KL | argmax | NLL |")
     print(f"| float32 | | {compared(want, want, ids)} |", flush=True)

@@ -131,6 +131,13 @@ def _read_manifest(root: Path) -> Manifest:
             expected=f"a bundle directory with {MANIFEST_NAME}",
             repair="Point at the directory that `export` wrote.",
         ) from error
+    except OSError as error:  # a name that is too long, a directory that is somebody else's
+        raise BundleError(
+            f"bundle {root.name[:60]}",
+            got=f"{error.strerror}",
+            expected=f"a bundle directory with {MANIFEST_NAME}, which can be read",
+            repair="Point at the directory that `export` wrote.",
+        ) from error
     except ValueError as error:  # broken JSON or broken UTF-8
         raise BundleError(
             owner, got=f"{MANIFEST_NAME} that is no JSON ({error})", expected="a manifest", repair=repair

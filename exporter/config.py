@@ -72,6 +72,9 @@ class CheckpointConfig(_Config):
 class ExportConfig(_Config):
     """One export. ``max_context_length: null`` means the model's own `max_position_embeddings`.
 
+    `calibration` is a text file, relative to the YAML file, that calibrates in place of the texts that come with the
+    exporter. A program that breaks the promise of its preset is refused unless `quality` is ``accept``.
+
     Every format has a section of its own, under its name: `options` (`CONFIG` is this model with those sections).
     """
 
@@ -81,6 +84,8 @@ class ExportConfig(_Config):
     max_context_length: StrictInt | None = Field(default=None, ge=2)
     max_prefill_chunk: StrictInt = Field(default=512, ge=2)
     cache: CachePolicy = CachePolicy()
+    calibration: Path | None = None
+    quality: Literal["promised", "accept"] = "promised"
     targets: tuple[str, ...] = formats()[:1]
 
     @field_validator("targets")
@@ -240,7 +245,8 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     base = path.resolve().parent
     places = {"path": checkpoint.path, "cache_dir": checkpoint.cache_dir}
     absolute = {key: base / _expanded(value) for key, value in places.items() if value is not None}
-    return config.model_copy(update={"checkpoint": checkpoint.model_copy(update=absolute)})
+    own = None if config.calibration is None else base / _expanded(config.calibration)
+    return config.model_copy(update={"checkpoint": checkpoint.model_copy(update=absolute), "calibration": own})
 
 
 def resolve(config: ExportConfig, spec: ModelSpec) -> ExportConfig:

@@ -3,102 +3,24 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
 from exporter import verification
 from exporter.backends import build_module, require_packages, traits
 from exporter.bundle import Bundle, read_bundle, write_bundle
-from exporter.cache.interface import CacheKernels
-from exporter.checkpoint import Checkpoint, open_checkpoint
-from exporter.config import ExportConfig, resolve
+from exporter.checkpoint import Checkpoint
+from exporter.config import ExportConfig
 from exporter.machine import release_freed_memory, return_large_memory
-from exporter.model.decoder import Decoder, parameter_shapes
-from exporter.programs import Limits
 from exporter.progress import Progress
-from exporter.quantization import quantize
-from exporter.quantization.calibration import calibration_ids
-from exporter.spec import Comparison, Manifest, Recipe, StateSpec, TokenizerSpec, state_specs
+from exporter.source import Source, open_source, program_decoder
+from exporter.spec import Comparison, Manifest
 from exporter.tokenizer import write_tokenizer
 from exporter.tricks.rare_collections import rare_collections
 from exporter.verification import Calls, NoReference, Run, eager_runs, english_calls, run, run_decoder
+from exporter.verification.promise import check_quality, quality_floats
 
 RECORDED_VERSIONS = ("ring-exporter", "torch", "transformers", "tokenizers", "gguf")
-
-
-@dataclass(frozen=True)
-class Source:
-    """An opened checkpoint with the config settled against it."""
-
-    config: ExportConfig
-    checkpoint: Checkpoint
-    limits: Limits
-    _recipes: dict[str, Recipe] = field(default_factory=dict, init=False, repr=False)
-
-    def states(self, target: str) -> tuple[StateSpec, ...]:
-        """The state as the programs of `target` take it.
-
-        Raises:
-            ConfigError: the model's states do not fit that format.
-        """
-        context, own = self.limits.max_context_length, traits(target)
-        return state_specs(self.checkpoint.spec, self.config.cache, context, own.layout, own.state_dtype)
-
-    def recipe(self, target: str) -> Recipe:
-        """In which form the program of `target` keeps every parameter; worked out once.
-
-        Raises:
-            ConfigError: the config asks for what the format or the model has not.
-        """
-        if target not in self._recipes:
-            spec, options = self.checkpoint.spec, self.config.options(target)
-            self._recipes[target] = options.recipe(parameter_shapes(spec), spec.tie_word_embeddings)
-        return self._recipes[target]
-
-
-def open_source(config: ExportConfig) -> Source:
-    """Open the checkpoint and settle every length; no tensor is read."""
-    checkpoint = open_checkpoint(config.checkpoint)
-    config = resolve(config, checkpoint.spec)
-    assert config.max_context_length is not None
-    limits = Limits(max_context_length=config.max_context_length, max_prefill_chunk=config.max_prefill_chunk)
-    return Source(config, checkpoint, limits)
-
-
-def read_decoder(source: Source, states: Sequence[StateSpec], kernels: CacheKernels, progress: Progress) -> Decoder:
-    """The float32 model of `source` over `states`."""
-    with progress.step("read checkpoint") as detail:
-        state_dict = source.checkpoint.load_state_dict(
-            parameter_shapes(source.checkpoint.spec), lambda done, total: detail(f"{done} of {total} tensors")
-        )
-        return Decoder.from_state_dict(source.checkpoint.spec, states, kernels, state_dict)
-
-
-def target_decoder(source: Source, target: str, progress: Progress) -> Decoder:
-    """The float32 model over the states and kernels of `target`."""
-    kernels = build_module(target).kernels(source.config.options(target))
-    return read_decoder(source, source.states(target), kernels, progress)
-
-
-def program_decoder(source: Source, target: str, bundle: Path, tokenizer: TokenizerSpec, progress: Progress) -> Decoder:
-    """The model as the back end of `target` takes it: where that is a rounded decoder, quantised while it is read, by
-    the text that the tokenizer in `bundle` makes of the calibration chapters."""
-    recipe = source.recipe(target)
-    if recipe.is_float32 or not traits(target).decoder_is_rounded:
-        return target_decoder(source, target, progress)
-    with progress.step("read and quantise") as detail:
-        ids = None
-        if recipe.is_calibrated:
-            ids = calibration_ids(bundle / "tokenizer", tokenizer, source.limits.max_context_length)
-            release_freed_memory()  # a tokenizer's
-            detail(f"calibrated on {ids.shape[1]} tokens")
-        kernels = build_module(target).kernels(source.config.options(target))
-        decoder = Decoder.unread(source.checkpoint.spec, source.states(target), kernels)
-        quantize(decoder, recipe, ids, source.checkpoint.reader(parameter_shapes(decoder.spec)))
-        release_freed_memory()
-        return decoder
 
 
 def export(config: ExportConfig, out: Path, progress: Progress) -> Bundle:
@@ -171,10 +93,15 @@ def add_program(manifest: Manifest, target: str, directory: Path, source: Source
     if not manifest.programs:  # once: the float model is the same for every format
         manifest = verify_model(manifest, source.checkpoint, original, calls, progress)
         release_freed_memory()
-    comparisons = verify_staged(bundle, eager, original, calls, progress)
+    with quality_floats(bundle, source, progress) as floats:  # before the program is loaded
+        session = verification.open_session(bundle)
+        with progress.step("verify against eager") as detail:
+            comparisons = verify_staged(bundle, run(session, calls), eager, original, calls)
+            detail(calls.described())
+        program = built.program if floats is None else check_quality(bundle, session, source, floats, progress)
     return manifest.model_copy(
         update={
-            "programs": (*manifest.programs, built.program),
+            "programs": (*manifest.programs, program),
             "graph_checks": (*manifest.graph_checks, *(c.model_copy(update={"format": target}) for c in built.checks)),
             "verification": (*manifest.verification, *comparisons),
         }
@@ -200,19 +127,15 @@ def verify_model(
     return manifest.model_copy(update={"verification": (*manifest.verification, comparison)})
 
 
-def verify_staged(bundle: Bundle, eager: Run, original: Run, calls: Calls, progress: Progress) -> list[Comparison]:
+def verify_staged(bundle: Bundle, program: Run, eager: Run, original: Run, calls: Calls) -> list[Comparison]:
     """The short form of verification: hold the staged program to what the eager models said, and record that.
 
     Raises:
         VerificationError: the program is not the model.
     """
-    manifest = bundle.manifest
-    with progress.step("verify against eager") as detail:
-        program = run(verification.open_session(bundle), calls)
-        comparisons = verification.compare_with_eager(program, eager, original)
-        verification.judge(comparisons, manifest)
-        verification.write_reference(bundle.path / verification.REFERENCE_FILE, original, calls)
-        detail(calls.described())
+    comparisons = verification.compare_with_eager(program, eager, original)
+    verification.judge(comparisons, bundle.manifest)
+    verification.write_reference(bundle.path / verification.REFERENCE_FILE, original, calls)
     return comparisons
 
 

@@ -17,6 +17,7 @@ from exporter.spec import (
     EMBEDDING,
     HEAD,
     PRESETS,
+    ExactRows,
     GridSpec,
     ParameterSpec,
     QuantizationSpec,
@@ -36,6 +37,8 @@ Carries = Callable[["Grid"], bool]
 
 BLOCK = 32
 """Input channels of a group, where the config does not say."""
+ROWS_AN_EXACT_ONE = 32
+"""At most one row of a head in so many is multiplied again: to find more, one may as well sort all."""
 LEAST_SIZE = 1024
 """Smaller matrices stay as they are where reducing them adds an operator: what is saved is not worth it."""
 FLOAT32 = GridSpec(grid="float32", codes="float32")
@@ -59,11 +62,11 @@ def decoder_recipe(
         ConfigError: the format does not carry a grid, `group_size` does not divide a quantised weight's input
             channels, or `keep_int8` names nothing. A model need not have what a preset names.
     """
-    linear, embedding, head = (
-        _carried(word, f"{owner}.{key}", carries)
-        for key, word in (("linear", spec.linear), ("embedding", spec.embedding), ("head", spec.head))
+    linear, head = (
+        _carried(word, f"{owner}.{key}", carries) for key, word in (("linear", spec.linear), ("head", spec.head))
     )
-    kept = {name: ParameterSpec(shape=shape, parts=(FLOAT32,)) for name, shape in shapes.items()}
+    embedding = _carried(spec.embedding, f"{owner}.embedding", lambda own: carries(own) or own.name == "int8_grouped")
+    kept = {name: ParameterSpec(shape=shape, part=FLOAT32) for name, shape in shapes.items()}
     if linear is not None:
         linears = [name for name in _matrices(shapes) if name.startswith("layers.")]
         _refuse_idle(
@@ -75,10 +78,12 @@ def decoder_recipe(
             own = grid("int8") if _names(spec.keep_int8, name) else linear
             _check_group(own, shapes[name], name.removesuffix(".weight"), spec.group_size, owner)
             part = own.spec(group_size=spec.group_size, scales=scales(own), gptq=spec.rounding == "gptq")
-            kept[name] = ParameterSpec(shape=shapes[name], parts=(part,))
+            kept[name] = ParameterSpec(shape=shapes[name], part=part)
     for name, table in (("embedding", embedding), ("lm_head", head)):
         if table is not None:
             _check_group(table, shapes[EMBEDDING], name, spec.group_size, owner)
+    if spec.head_exact_rows:
+        _check_group(grid("int8_grouped"), shapes[EMBEDDING], "the exact rows of lm_head", spec.group_size, owner)
     kept |= _tables(spec, embedding, head, shapes[EMBEDDING], tied=tied, scales=scales)
     return Recipe.of(kept, smooth=spec.smooth)
 
@@ -87,30 +92,28 @@ def _tables(
     spec: QuantizationSpec, embedding: Grid | None, head: Grid | None, shape: tuple[int, ...], *, tied: bool,
     scales: Callable[[Grid], str],
 ) -> dict[str, ParameterSpec]:  # fmt: skip
-    """Embedding and head: tied and both on grids, or neither, they are stored once."""
-    parts = [FLOAT32]
-    if head is not None:
-        first = min(spec.head_int8_rows, shape[0])
-        ranges = [(grid("int8"), (0, first)), (head, (first, shape[0]))]
-        parts = [
-            own.spec(group_size=spec.group_size, scales=scales(own), gptq=spec.rounding == "gptq", rows=rows)
-            for own, rows in ranges
-            if rows[0] < rows[1]
-        ]
-    if len(parts) == 1:  # of the whole table
-        parts = [parts[0].model_copy(update={"rows": None})]
-    shared = tied and (head is None) == (embedding is None)
-    if embedding is None:
-        beside = [] if shared else [FLOAT32]
-    elif shared:  # what fewer bits than its own leave over, in as many again, rounded to the nearest
-        finer = [part for part in parts if dtype_bits(part.codes) < dtype_bits(embedding.codes)]
-        beside = [part.model_copy(update={"gptq": False}) for part in finer]
-    else:
-        beside = [embedding.spec(group_size=spec.group_size, scales="float32")]
+    """Embedding and head: tied, and the head as fine as the embedding is asked to be, they are stored once."""
+    own = FLOAT32 if head is None else head.spec(
+        group_size=spec.group_size, scales=scales(head), gptq=spec.rounding == "gptq"
+    )  # fmt: skip
+    table = FLOAT32 if embedding is None else embedding.spec(group_size=spec.group_size, scales=scales(embedding))
+    shared = tied and (head is None) == (embedding is None) and _as_fine(own, table)
+    exact = None
+    if spec.head_exact_rows:
+        rows = grid("int8_grouped")
+        part = rows.spec(group_size=spec.group_size, scales=scales(rows))
+        count = min(spec.head_exact_rows, max(shape[0] // ROWS_AN_EXACT_ONE, 1))
+        exact = ExactRows(count=count, part=part, of=EMBEDDING if tied and table == part else None)
     return {
-        HEAD: ParameterSpec(shape=shape, parts=tuple(parts)),
-        EMBEDDING: _embedding(shape, beside, tied, shared),
+        HEAD: ParameterSpec(shape=shape, part=own, exact=exact),
+        EMBEDDING: _embedding(shape, None if shared else table, tied, shared),
     }
+
+
+def _as_fine(head: GridSpec, embedding: GridSpec) -> bool:
+    """Whether a head is good enough for an embedding: more bits, or as many and a scale of no more weights."""
+    bits, asked = dtype_bits(head.codes), dtype_bits(embedding.codes)
+    return bits > asked or (bits == asked and (head.group_size is not None or embedding.group_size is None))
 
 
 def matrices_recipe(
@@ -144,21 +147,21 @@ def matrices_recipe(
             "Names are `embed_tokens`, `lm_head`, `layers.N.mixer.{q,k,v,o}_proj` and "
             "`layers.N.feed_forward.{gate,up,down}_proj`.",
         )  # fmt: skip
-    kept = {name: ParameterSpec(shape=shape, parts=(floats(name),)) for name, shape in shapes.items()}
+    kept = {name: ParameterSpec(shape=shape, part=floats(name)) for name, shape in shapes.items()}
     if chosen is not None:
         for name in (name for name in matrices if math.prod(shapes[name]) >= LEAST_SIZE):
             aliases = (name, HEAD) if tied and name == EMBEDDING else (name,)
             eight = any(_names(options.keep_int8, alias) for alias in aliases)
             own = grid("int8") if eight or not chosen.fits(shapes[name], BLOCK) else chosen
-            kept[name] = ParameterSpec(shape=shapes[name], parts=(own.spec(group_size=BLOCK, scales=scales),))
+            kept[name] = ParameterSpec(shape=shapes[name], part=own.spec(group_size=BLOCK, scales=scales))
     if tied:
         kept[HEAD] = kept[EMBEDDING]
-    kept[EMBEDDING] = _embedding(shapes[EMBEDDING], () if tied else kept[EMBEDDING].parts, tied, shared=tied)
+    kept[EMBEDDING] = _embedding(shapes[EMBEDDING], None if tied else kept[EMBEDDING].part, tied, shared=tied)
     return Recipe.of(kept)
 
 
-def _embedding(shape: tuple[int, ...], parts: Sequence[GridSpec], tied: bool, shared: bool) -> ParameterSpec:
-    return ParameterSpec(shape=shape, parts=tuple(parts), gathered=True, tied_to=HEAD if tied else None, shared=shared)
+def _embedding(shape: tuple[int, ...], part: GridSpec | None, tied: bool, shared: bool) -> ParameterSpec:
+    return ParameterSpec(shape=shape, part=part, gathered=True, tied_to=HEAD if tied else None, shared=shared)
 
 
 def _matrices(shapes: Shapes) -> list[str]:

@@ -12,10 +12,13 @@
 #include <cmath>
 #include <cstring>
 #include <optional>
+#include <vector>
 
 #include "attention.h"
 #include "half.h"
 #include "ring_kernels.h"
+#include "rows.h"
+#include "top.h"
 
 namespace {
 
@@ -37,10 +40,14 @@ struct Replacement {
 void custom_sdpa(KernelRuntimeContext& context, Span<EValue*> stack);
 void custom_quantized_sdpa(KernelRuntimeContext& context, Span<EValue*> stack);
 void to_dim_order_copy(KernelRuntimeContext& context, Span<EValue*> stack);
+void topk(KernelRuntimeContext& context, Span<EValue*> stack);
+void mixed_linear(KernelRuntimeContext& context, Span<EValue*> stack);
 
 Replacement attention{"llama::custom_sdpa.out", custom_sdpa, nullptr};
 Replacement quantized_attention{"llama::custom_quantized_sdpa.out", custom_quantized_sdpa, nullptr};
 Replacement conversion{"dim_order_ops::_to_dim_order_copy.out", to_dim_order_copy, nullptr};
+Replacement largest{"aten::topk.values", topk, nullptr};
+Replacement rows{"quantized_decomposed::mixed_linear.out", mixed_linear, nullptr};
 
 // Calls the kernel that was replaced.
 void pass_on(const Replacement& to, KernelRuntimeContext& context, Span<EValue*> stack) {
@@ -182,20 +189,66 @@ void convert(const Tensor& in, Tensor& out) {
   });
 }
 
-// _to_dim_order_copy(self, non_blocking=False, dim_order=None, *, out): between float32 and float16 in place of
-// ExecuTorch's portable kernel, which converts one element at a time without vector instructions.
+// _to_dim_order_copy(self, non_blocking=False, dim_order=None, *, out): between float32 and float16, and from bytes to
+// float32, in place of ExecuTorch's portable kernel, which converts one element at a time without vector instructions.
 void to_dim_order_copy(KernelRuntimeContext& context, Span<EValue*> stack) {
   const Tensor in = stack[0]->toTensor();
   Tensor out = stack[3]->toTensor();
   const ScalarType from = in.scalar_type(), to = out.scalar_type();
   const bool widens = from == ScalarType::Half && to == ScalarType::Float;
   const bool narrows = from == ScalarType::Float && to == ScalarType::Half;
-  if (!(widens || narrows) || in.dim() != out.dim() || !contiguous(in) || !contiguous(out)) {
+  const bool counts = from == ScalarType::Byte && to == ScalarType::Float;
+  if (!(widens || narrows || counts) || in.dim() != out.dim() || !contiguous(in) || !contiguous(out)) {
     return pass_on(conversion, context, stack);
   }
   if (executorch::runtime::resize_tensor(out, in.sizes()) != Error::Ok) return context.fail(Error::InvalidArgument);
   if (widens) convert<ring::Half, float>(in, out);
+  else if (counts) convert<uint8_t, float>(in, out);
   else convert<float, ring::Half>(in, out);
+}
+
+// topk(self, k, dim=-1, largest=True, sorted=True, *, values, indices), of one row: ExecuTorch's portable kernel makes
+// a list of all elements and their places.
+void topk(KernelRuntimeContext& context, Span<EValue*> stack) {
+  const Tensor in = stack[0]->toTensor();
+  const int64_t count = stack[1]->toInt(), dim = stack[2]->toInt();
+  Tensor values = stack[5]->toTensor(), indices = stack[6]->toTensor();
+  const auto pass = [&] { pass_on(largest, context, stack); };
+  const ssize_t last = in.dim() - 1;
+  if (last < 0 || (dim != -1 && dim != last) || in.size(last) != in.numel() || !stack[3]->toBool() ||
+      !plain(in, in.dim(), ScalarType::Float) || !plain(values, in.dim(), ScalarType::Float) ||
+      !plain(indices, in.dim(), ScalarType::Long) || count < 1 || count > in.numel()) {
+    return pass();
+  }
+  const bool sorted = stack[4]->toBool();
+  std::vector<float> found(count);
+  std::vector<int64_t> places(count);
+  if (!ring::top(data<float>(in), in.numel(), count, sorted, found.data(), places.data(), run_parallel)) return pass();
+  std::vector<executorch::aten::SizesType> sizes(in.sizes().begin(), in.sizes().end());
+  sizes[last] = count;
+  const executorch::aten::ArrayRef<executorch::aten::SizesType> shape(sizes.data(), sizes.size());
+  if (executorch::runtime::resize_tensor(values, shape) != Error::Ok ||
+      executorch::runtime::resize_tensor(indices, shape) != Error::Ok) {
+    return context.fail(Error::InvalidArgument);
+  }
+  std::memcpy(values.mutable_data_ptr(), found.data(), count * sizeof(float));
+  std::memcpy(indices.mutable_data_ptr(), places.data(), count * sizeof(int64_t));
+}
+
+// mixed_linear(input, weight, weight_scales, weight_zero_points, dtype=None, *, out), of one vector of floats.
+void mixed_linear(KernelRuntimeContext& context, Span<EValue*> stack) {
+  const Tensor in = stack[0]->toTensor(), weight = stack[1]->toTensor(), scales = stack[2]->toTensor();
+  Tensor out = stack[5]->toTensor();
+  const bool ours = plain(in, 2, ScalarType::Float) && plain(weight, 2, ScalarType::Char) &&
+      plain(scales, 2, ScalarType::Float) && plain(out, 2, ScalarType::Float) && !stack[3]->toOptional<Tensor>() &&
+      in.size(0) == 1 && weight.size(1) == in.size(1) && scales.size(0) == weight.size(0) && scales.size(1) > 0 &&
+      weight.size(1) % (scales.size(1) * ring::kWidth) == 0;
+  if (!ours) return pass_on(rows, context, stack);
+  const executorch::aten::SizesType sizes[] = {1, static_cast<executorch::aten::SizesType>(weight.size(0))};
+  if (executorch::runtime::resize_tensor(out, {sizes, 2}) != Error::Ok) return context.fail(Error::InvalidArgument);
+  ring::rows_times(
+      data<int8_t>(weight), data<float>(scales), data<float>(in), out.mutable_data_ptr<float>(), weight.size(0),
+      weight.size(1), scales.size(1), run_parallel);
 }
 
 Kernel* entry(const char* name) {
@@ -221,6 +274,6 @@ bool use_kernel(Replacement& kernel, bool use) {
 
 int ring_use_kernels(int use) {
   bool all = true;
-  for (Replacement* kernel : {&attention, &quantized_attention, &conversion}) all = use_kernel(*kernel, use) && all;
+  for (Replacement* kernel : {&attention, &quantized_attention, &conversion, &largest, &rows}) all = use_kernel(*kernel, use) && all;
   return all;
 }

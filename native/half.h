@@ -14,6 +14,7 @@ struct Half {
 
 inline float to_float(float value) { return value; }
 inline float to_float(int8_t value) { return value; }
+inline float to_float(uint8_t value) { return value; }
 
 inline float to_float(Half half) {
   const uint32_t sign = (half.bits & 0x8000u) << 16, rest = (half.bits & 0x7fffu) << 13;

@@ -52,6 +52,23 @@ inline Vec load(const int8_t* from) {
 #endif
 }
 
+inline Vec load(const uint8_t* from) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(__AVX2__)
+  return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#elif defined(__aarch64__)
+  uint32_t lanes;
+  std::memcpy(&lanes, from, sizeof(lanes));
+  return (Vec)vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(lanes))))));
+#else
+  typedef uint8_t Narrow __attribute__((vector_size(kWidth)));
+  Narrow lanes;
+  std::memcpy(&lanes, from, sizeof(lanes));
+  return __builtin_convertvector(lanes, Vec);
+#endif
+}
+
 inline void store(float* to, Vec value) { std::memcpy(to, &value, sizeof(Vec)); }
 
 inline Vec splat(float value) { return value - Vec{}; }

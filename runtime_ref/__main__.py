@@ -189,6 +189,62 @@ def bench(
         write_json(json_file, found)
 
 
+@app.command()
+def quality(
+    *,
+    bundle: BundleOption,
+    format: FormatOption = None,
+    reference: Annotated[
+        Path | None,
+        typer.Option(
+            help="What to compare with: a Hugging Face directory, a GGUF file, or a bundle without quantisation. "
+            "Without one, what was recorded at export is shown."
+        ),
+    ] = None,
+    domains: Annotated[
+        str | None, typer.Option(help="Kinds of text, e.g. 'French; C source'; all if not given.")
+    ] = None,
+    positions: Annotated[int, typer.Option(min=2, help="Tokens to score in each.")] = 1000,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write every figure to this file too.")] = None,
+) -> None:
+    """Compare predictions with the float model's on fourteen kinds of text in nine languages."""
+    from rich.progress import Progress
+
+    from exporter.console import messages
+    from exporter.quality.table import quality_table, recorded_table
+    from runtime_ref.programs import choose, prepare_runtime
+    from runtime_ref.quality import chosen_domains, open_reference, write_json
+    from runtime_ref.quality import quality as measure
+
+    opened = choose(read_bundle(bundle), format)
+    program, wanted = opened.manifest.program, chosen_domains(domains)
+    if reference is None:
+        if program.quality is None:
+            raise ConfigError(
+                "--reference",
+                got=f"none, and the bundle {opened.manifest.name} has no quality recorded",
+                expected="a Hugging Face directory, a GGUF file or a bundle without quantisation",
+                repair="Name the checkpoint that the bundle came from.",
+            )
+        results().print(recorded_table(program.format, program.quality))
+        return
+    if json_file is not None:
+        check_output("--json", json_file)
+    prepare_runtime(program.format)
+    model = open_reference(reference)
+    with Progress(console=messages(), transient=True) as progress:
+        task = progress.add_task("load")
+        found = list(
+            measure(
+                opened, model, wanted, positions,
+                lambda name, done, total: progress.update(task, description=name, completed=done, total=total),
+            )
+        )  # fmt: skip
+    results().print(quality_table(f"{opened.manifest.name}, {program.format}, {program.weights}", found))
+    if json_file is not None:
+        write_json(json_file, opened.manifest.name, program.weights, found)
+
+
 def _session(bundle: Bundle) -> Session:
     """An empty one with the one program of `bundle`, in a process that does nothing else."""
     from runtime_ref.programs import load_program, prepare_runtime

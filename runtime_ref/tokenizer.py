@@ -8,10 +8,8 @@ from typing import Any
 
 from exporter.bundle import Bundle
 from exporter.errors import BundleError, RuntimeLimitError
-from exporter.text.chat import ChatEncoder
-from exporter.text.files import TEMPLATE, TOKENIZER, Fault, encode, library_calls, load_tokenizer, read_template
-from exporter.text.files import special_tokens as read_special_tokens
-from exporter.text.template import ChatTemplate
+from exporter.text.encoder import Encoder
+from exporter.text.files import Fault
 from runtime_ref.ids import token_ids
 
 DIRECTORY = "tokenizer"
@@ -29,24 +27,18 @@ class Tokenizer:
 
     def __init__(self, bundle: Bundle) -> None:
         self.spec = bundle.manifest.tokenizer
-        self._directory = bundle.path / DIRECTORY
         self._owner = f"bundle {bundle.path.name}"
-        self._chat: ChatEncoder | None = None
         with self._faults_of_the_bundle():
-            self._tokenizer = load_tokenizer(self._directory / TOKENIZER)
-        added = self._tokenizer.get_added_tokens_decoder()
-        self._special = frozenset(id for id, token in added.items() if token.special)
+            self._encoder = Encoder(bundle.path / DIRECTORY, self.spec)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, in which control tokens may be spelled. BOS comes from the manifest alone, so it cannot
-        come twice, whether the text (a rendered chat template) begins with it or the tokenizer's own post-processing
-        would have added it.
+        """Token ids of `text`, in which control tokens may be spelled, with exactly one BOS where the model wants one.
 
         Raises:
             RuntimeLimitError: it is no text that the tokenizer can take.
         """
         try:
-            return self.spec.with_bos(encode(self._tokenizer, text).ids)
+            return self._encoder.encode(text)
         except Fault as fault:
             raise RuntimeLimitError(
                 self._owner, got=fault.got, expected=fault.expected, repair="Give text in UTF-8."
@@ -64,14 +56,7 @@ class Tokenizer:
         if not self.spec.has_chat_template:
             raise self._error("no chat template", "the tokenizer of the model", "Export a checkpoint that has it.")
         with self._faults_of_the_bundle():
-            if self._chat is None:
-                template = ChatTemplate(read_template(self._directory / TEMPLATE), read_special_tokens(self._directory))
-                self._chat = ChatEncoder(self._tokenizer, template, self._control())
-            ids = self._chat.encode(messages, parse_special=parse_special).ids
-        bos = self.spec.bos_token_id
-        if bos in ids and not self.decode(ids[: ids.index(bos)]).strip():
-            return ids  # the template's own, after blanks at most
-        return self.spec.with_bos(ids)
+            return self._encoder.encode_chat(messages, parse_special=parse_special)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` without special tokens; bytes that form no character become U+FFFD.
@@ -79,17 +64,13 @@ class Tokenizer:
         Raises:
             BundleError: the tokenizer cannot decode what it encodes.
         """
-        with self._faults_of_the_bundle(), library_calls("a tokenizer that decodes"):
-            return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        with self._faults_of_the_bundle():
+            return self._encoder.decode(ids)
 
     def behind_control(self, ids: list[int]) -> list[int]:
         """What of `ids` is behind the last special token."""
-        place = next((n for n in range(len(ids), 0, -1) if ids[n - 1] in self._special), 0)
+        place = next((n for n in range(len(ids), 0, -1) if ids[n - 1] in self._encoder.special), 0)
         return ids[place:]
-
-    def _control(self) -> set[int]:
-        bos = self.spec.bos_token_id
-        return {*self.spec.eos_token_ids} | ({bos} if bos is not None else set())
 
     @contextmanager
     def _faults_of_the_bundle(self) -> Iterator[None]:

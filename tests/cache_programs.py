@@ -16,6 +16,7 @@ from exporter.cache.plain import PlainKernels
 from exporter.config import load_config
 from exporter.errors import BundleError
 from exporter.progress import Progress
+from exporter.source import open_source, read_decoder
 from exporter.spec import Comparison, Manifest
 from runtime_ref.session import Session
 
@@ -28,9 +29,9 @@ def ids_of(count: int) -> list[int]:
 
 
 def eager_over(manifest: Manifest, bundle: Path) -> Session:
-    source = pipeline.open_source(load_config(bundle.with_suffix(".yaml")))
+    source = open_source(load_config(bundle.with_suffix(".yaml")))
     return verification.eager_session(
-        manifest, pipeline.read_decoder(source, manifest.states, PlainKernels(), Progress.silent())
+        manifest, read_decoder(source, manifest.states, PlainKernels(), Progress.silent())
     )
 
 

@@ -44,10 +44,10 @@ LLAMA: dict[str, Any] = {
     "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": 0, "tie_word_embeddings": False,
 }  # fmt: skip
 INT4 = {"linear": "int4", "embedding": "int4", "head": "int4", "keep_int8": ["down_proj"]}
-# All that the presets use at once, with a boundary inside this vocabulary.
+# All that the presets use at once.
 MIXED = {
-    "linear": "int4", "embedding": "int8", "head": "int4", "keep_int8": ["down_proj", "v_proj"], "smooth": True,
-    "rounding": "gptq", "head_int8_rows": 100,
+    "linear": "int4", "embedding": "int8_grouped", "head": "int4", "keep_int8": ["down_proj", "v_proj"],
+    "smooth": True, "rounding": "gptq", "head_exact_rows": 8,
 }  # fmt: skip
 
 

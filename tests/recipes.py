@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from exporter.backends.executorch.options import ExecutorchOptions
 from exporter.model.decoder import Decoder, parameter_shapes
 from exporter.quantization import quantize
@@ -16,6 +18,6 @@ def recipe_of(spec: ModelSpec, rules: QuantizationSpec | FormatOptions) -> Recip
     return options.recipe(parameter_shapes(spec), spec.tie_word_embeddings)
 
 
-def quantize_by(rules: QuantizationSpec, decoder: Decoder, *rest: Any) -> None:
-    """`quantize` with the recipe of `rules`."""
-    quantize(decoder, recipe_of(decoder.spec, rules), *rest)
+def quantize_by(rules: QuantizationSpec, decoder: Decoder, ids: torch.Tensor | None = None, *rest: Any) -> None:
+    """`quantize` with the recipe of `rules`, calibrated on the one passage `ids`."""
+    quantize(decoder, recipe_of(decoder.spec, rules), [] if ids is None else [ids], *rest)

@@ -57,11 +57,12 @@ def export(
     with rare_collections(), native_stderr_hidden():
         from exporter import pipeline
         from exporter.cli import tables
+        from exporter.source import open_source
     from exporter.plan import model_states, plan_contexts
     from exporter.progress import Progress
 
     if dry_run:
-        source = pipeline.open_source(config)
+        source = open_source(config)
         output.print(Pretty(source.config.model_dump(mode="json"), expand_all=True))
         output.print(tables.layers_table(source.checkpoint.spec))
         states = model_states(source.checkpoint.spec, source.config.cache)
@@ -70,6 +71,8 @@ def export(
     target = Path("bundles") / config.name if out is None else out
     bundle = pipeline.export(config, target, Progress(messages()))
     output.print(tables.comparisons_table(bundle.manifest.verification))
+    for table in tables.quality_tables(bundle.manifest):
+        output.print(table)
     for line in tables.warnings(bundle.manifest):
         say("warning", line, "bold yellow")
     total = sum(entry.bytes for entry in bundle.manifest.files.values())
@@ -143,6 +146,8 @@ def inspect(
         output.print(tables.operators_table(inspected.manifest))
         output.print(tables.checks_table(inspected.checks))
         output.print(tables.comparisons_table(inspected.manifest.verification))
+        for table in tables.quality_tables(inspected.manifest):
+            output.print(table)
     if not inspected.passed:
         raise typer.Exit(1)
 

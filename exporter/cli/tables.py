@@ -8,6 +8,7 @@ from rich.table import Table
 
 from exporter.describe import FileDescription
 from exporter.plan import ContextPlan, KindGrowth
+from exporter.quality.table import recorded_table
 from exporter.spec import KINDS, CheckResult, Comparison, Manifest, ModelSpec
 from exporter.units import BINARY, DECIMAL, amount, size
 
@@ -104,6 +105,11 @@ def warnings(manifest: Manifest) -> list[str]:
     """What an export says of a bundle that it does not refuse."""
     checks = [check for check in manifest.graph_checks if not check.passed]
     lines = [f"{check.format}, {check.program}: {check.name}: {check.evidence}" for check in checks]
+    lines += [
+        f"{own.format}: breaks the promise of {own.quality.preset}: {'; '.join(own.quality.broken)}"
+        for own in manifest.programs
+        if own.quality is not None and own.quality.accepted
+    ]
     if manifest.not_compared is not None:
         lines.append(f"not compared with Transformers: {manifest.not_compared}")
     return lines
@@ -134,6 +140,11 @@ def comparisons_table(comparisons: Sequence[Comparison]) -> Table:
             c.greedy_agreement or "", *rest,
         )  # fmt: skip
     return table
+
+
+def quality_tables(manifest: Manifest) -> list[Table]:
+    """What was seen of each program beside the float model on texts of several domains, where that was asked."""
+    return [recorded_table(own.format, own.quality) for own in manifest.programs if own.quality is not None]
 
 
 def bundle_table(manifest: Manifest) -> Table:

@@ -87,16 +87,13 @@ class Grid:
         """Whether rows of ``[N, K]`` are whole numbers of groups."""
         return not self.grouped or shape[-1] % group_size == 0
 
-    def spec(
-        self, *, group_size: int, scales: str, gptq: bool = False, rows: tuple[int, int] | None = None
-    ) -> GridSpec:
+    def spec(self, *, group_size: int, scales: str, gptq: bool = False) -> GridSpec:
         """This form in a program, for its recipe.
 
         Args:
             group_size: of a grid that has groups.
             scales: the dtype in which the format keeps scales, or a palette's entries.
             gptq: whether rounding is to follow the inputs, where it can.
-            rows: of the matrix; None for all.
         """
         is_float = self.codes.startswith("float")
         return GridSpec(
@@ -107,7 +104,6 @@ class Grid:
             zero_points=self.zero_points,
             palette=self.palette,
             gptq=gptq and self.steps is not None,
-            rows=rows,
         )
 
 

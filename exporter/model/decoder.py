@@ -6,7 +6,7 @@ Letters: Q query_len, S seq_len, V vocab_size, D hidden_size. `offset` = S - Q.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -119,7 +119,7 @@ class Decoder(torch.nn.Module):
         torch._check(offset >= 0)
         hidden = [self.embed(input_ids)]
         call = self.call(query_len, offset, write_first)
-        for _ in self.through_layers(hidden, [call], lambda n: self.states_of(n, states)):
+        for _ in self.through_layers(hidden, [call], lambda n: [self.states_of(n, states)]):
             pass
         return hidden[0]
 
@@ -142,7 +142,8 @@ class Decoder(torch.nn.Module):
         ]
 
     def through_layers(
-        self, hidden: list[torch.Tensor], calls: Sequence[Call], states: Callable[[int], list[torch.Tensor]],
+        self, hidden: list[torch.Tensor], calls: Sequence[Call],
+        states: Callable[[int], Iterable[list[torch.Tensor]]],
         around: Around = lambda n: nullcontext(),
     ) -> Iterator[int]:  # fmt: skip
         """Take the tokens of `calls` through one layer after the other: the one loop over layers there is.
@@ -153,7 +154,8 @@ class Decoder(torch.nn.Module):
         Args:
             hidden: what the first layer takes of each call, ``[1, Q, D]``; replaced, item by item, by what comes out.
             calls: in the order in which they are made.
-            states: a layer's number to its own states, in the order of the plan.
+            states: a layer's number to its own states, in the order of the plan, for one call after the other: the same
+                for calls that continue each other, others for a text of its own.
             around: what surrounds a layer's work.
         """
         for n in range(len(self.layers)):
@@ -162,9 +164,9 @@ class Decoder(torch.nn.Module):
             yield n
 
     def _through_layer(
-        self, n: int, hidden: list[torch.Tensor], calls: Sequence[Call], own: list[torch.Tensor]
+        self, n: int, hidden: list[torch.Tensor], calls: Sequence[Call], states: Iterable[list[torch.Tensor]]
     ) -> None:
-        for i, call in enumerate(calls):
+        for i, (call, own) in enumerate(zip(calls, states, strict=False)):
             hidden[i] = self.layers[n](hidden[i], call, own)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -11,27 +12,29 @@ from exporter.model.decoder import Decoder, ReadParameter, all_read
 from exporter.quantization import calibration, smoothing
 from exporter.quantization.gptq import Gptq, stretches
 from exporter.quantization.linears import quantize_linears
-from exporter.quantization.modules import QuantizedEmbedding, QuantizedLinear, SplitEmbedding, SplitLinear
+from exporter.quantization.modules import ExactHead, QuantizedEmbedding, QuantizedLinear
 from exporter.quantization.tables import quantize_tables
 from exporter.spec import HEAD, GridSpec, Recipe
 
-__all__ = ["QuantizedEmbedding", "QuantizedLinear", "SplitEmbedding", "SplitLinear", "quantize"]
+__all__ = ["ExactHead", "QuantizedEmbedding", "QuantizedLinear", "quantize"]
 
 WHOLE = 32
 """GPTQ's stretches of columns are whole numbers of so many where no weight of the model has groups."""
 
 
-def quantize(decoder: Decoder, recipe: Recipe, ids: torch.Tensor | None = None, read: ReadParameter = all_read) -> None:
+def quantize(
+    decoder: Decoder, recipe: Recipe, passages: Sequence[torch.Tensor] = (), read: ReadParameter = all_read
+) -> None:
     """Replace the modules whose weights `recipe` puts on grids by their quantised forms, and fold factors into the
     others, in place.
 
-    What the factors and GPTQ's rounding follow is what goes through the float model over `ids`; equal weights, ids and
-    numbers of threads give an equal result.
+    What the factors and GPTQ's rounding follow is what goes through the float model over `passages`; equal weights,
+    passages and numbers of threads give an equal result.
 
     Args:
         decoder: the float32 model; of one that is unread, one layer and one table at a time are ever in float.
         recipe: of a format whose traits say `decoder_is_rounded`.
-        ids: int64 ``[1, T]`` of `calibration.calibration_ids`, where ``recipe.is_calibrated``.
+        passages: int64 ``[1, T]`` each, of `calibration.passages`, where ``recipe.is_calibrated``.
         read: gives the parameters of an unread decoder.
 
     Raises:
@@ -45,7 +48,7 @@ def quantize(decoder: Decoder, recipe: Recipe, ids: torch.Tensor | None = None, 
         decoder.read_part("norm", read)
         quantize_tables(decoder, recipe, read=read)
         return
-    assert ids is not None, "smoothing and GPTQ follow the inputs of the model"
+    assert passages, "smoothing and GPTQ follow the inputs of the model"
     sites = {calibration.HEAD: (calibration.HEAD,)} | {
         f"layers.{n}.{site}": tuple(f"layers.{n}.{name}" for name in names)
         for n, layer in enumerate(decoder.layers)
@@ -54,13 +57,13 @@ def quantize(decoder: Decoder, recipe: Recipe, ids: torch.Tensor | None = None, 
 
     def kept(site: str) -> list[GridSpec]:
         """The forms of what meets this input."""
-        return [part for name in sites[site] for part in recipe.parts(f"{name}.weight")]
+        return [recipe.part(f"{name}.weight") for name in sites[site]]
 
     def cuts(site: str, channels: int) -> list[int]:
         follows = any(part.gptq for part in kept(site))
         return stretches(channels, _whole(kept(site), recipe)) if follows else []
 
-    for n, inputs in calibration.observe(decoder, ids, cuts, read):
+    for n, inputs in calibration.observe(decoder, passages, cuts, read):
         if n is None:
             release_freed_memory()  # of the layers' floats
             head = inputs[calibration.HEAD]
@@ -76,7 +79,7 @@ def quantize(decoder: Decoder, recipe: Recipe, ids: torch.Tensor | None = None, 
 
 def _whole(kept: list[GridSpec], recipe: Recipe) -> int:
     """How many columns no stretch of GPTQ may part: groups of what meets an input, or of the other weights."""
-    for parts in (kept, [part for own in recipe.kept for part in own.parts]):
+    for parts in (kept, [own.part for own in recipe.kept if own.part is not None]):
         if sizes := {part.group_size for part in parts if part.group_size is not None}:
             return math.lcm(*sizes)
     return WHOLE

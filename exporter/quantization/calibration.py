@@ -1,4 +1,4 @@
-"""What goes into every linear of the float model, on English text that is not the text models are compared on.
+"""What goes into every linear of the float model when it reads text.
 
 Letters: T tokens, D hidden_size, K input channels of a linear.
 """
@@ -8,54 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from pydoc_data import topics
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from exporter.cache.plain import PlainKernels
-from exporter.english import english_text
 from exporter.errors import CheckpointError
 from exporter.model.decoder import Decoder, DecoderLayer, ReadParameter, all_read
 from exporter.quantization.linears import linear_at
-from exporter.spec import TokenizerSpec
-from exporter.text.files import encode, load_tokenizer
-
-TOKENS, CHUNK = 2048, 512
-CHARACTERS = 1200
-CHAPTERS = (
-    "assignment", "async", "attribute-access", "calls", "comparisons", "customization", "debugger", "formatstrings",
-    "function", "identifiers", "operator-summary", "strings", "try", "typesmapping", "typesseq",
-)  # fmt: skip
-"""Of Python's documentation; the first `CHARACTERS` of each. None is a chapter of `exporter.english`."""
-
-
-def calibration_text() -> str:
-    """The chapters, without any paragraph that `exporter.english` has too: chapters repeat each other in places."""
-    compared = {_words(paragraph) for paragraph in english_text().split("\n\n")}
-    return "\n\n".join(
-        paragraph
-        for name in CHAPTERS
-        for paragraph in topics.topics.get(name, "").strip()[:CHARACTERS].split("\n\n")
-        if _words(paragraph) not in compared
-    )
-
-
-def _words(paragraph: str) -> str:
-    return " ".join(paragraph.split())
-
-
-def calibration_ids(tokenizer: Path, spec: TokenizerSpec, context: int) -> torch.Tensor:
-    """int64 ``[1, T]``: the first tokens of the text, after BOS where the model wants one.
-
-    Args:
-        tokenizer: the directory of a bundle's tokenizer.
-        spec: what the bundle says of it.
-        context: the most tokens that the model takes.
-    """
-    ids = encode(load_tokenizer(tokenizer / "tokenizer.json"), calibration_text()).ids
-    return torch.tensor([spec.with_bos(ids)[: min(TOKENS, context)]])
 
 
 @dataclass
@@ -123,10 +83,10 @@ matrix of moments is of, or none where none are needed."""
 
 @torch.no_grad()
 def observe(
-    decoder: Decoder, ids: torch.Tensor, cuts: Cuts, read: ReadParameter = all_read
+    decoder: Decoder, passages: Sequence[torch.Tensor], cuts: Cuts, read: ReadParameter = all_read
 ) -> Iterator[tuple[int | None, dict[str, Inputs]]]:
-    """Run the float `decoder` layer by layer, and give each layer's number and inputs once it is done with it; at last
-    None and the head's.
+    """Run the float `decoder` over `passages` layer by layer, and give each layer's number and inputs once it is done
+    with it; at last None and the head's.
 
     Whoever takes them may change the layer: the next one is fed what the float layer said. One layer's inputs and
     states are held at a time, beside the hidden states of all tokens; of an unread decoder each part is read when
@@ -134,24 +94,25 @@ def observe(
 
     Args:
         decoder: run over plain kernels.
-        ids: int64 ``[1, T]``.
+        passages: int64 ``[1, T]`` each, texts that have nothing to do with each other.
         cuts: which moments are asked for.
         read: gives the parameters of an unread decoder.
 
     Raises:
         CheckpointError: an input is not finite.
     """
-    total = ids.shape[1]
-    spans = [(start, min(start + CHUNK, total)) for start in range(0, total, CHUNK)]
+    total = sum(ids.shape[1] for ids in passages)
     if decoder.spec.tie_word_embeddings:  # the table is the head's too, which comes last
         decoder.read_part("embed_tokens", read)
     with decoder.reading("embed_tokens", read):
-        hidden = [decoder.embed(ids[:, start:end]) for start, end in spans]
+        hidden = [decoder.embed(ids) for ids in passages]
     found: dict[str, Inputs] = {}
 
-    def states(n: int) -> list[torch.Tensor]:
+    def states(n: int) -> Iterator[list[torch.Tensor]]:
         specs = [decoder.states[i] for i, _ in decoder.layer_states[n]]
-        return [torch.zeros((1, s.rows_for(total), *s.row_shape), dtype=getattr(torch, s.dtype)) for s in specs]
+        for ids in passages:
+            rows = ids.shape[1]
+            yield [torch.zeros((1, s.rows_for(rows), *s.row_shape), dtype=getattr(torch, s.dtype)) for s in specs]
 
     @contextmanager
     def watched(n: int) -> Iterator[None]:
@@ -164,7 +125,7 @@ def observe(
         for hook in hooks:
             hook.remove()
 
-    calls = [decoder.call(end - start, start, write_first=False) for start, end in spans]
+    calls = [decoder.call(ids.shape[1], 0, write_first=False) for ids in passages]
     for n in decoder.through_layers(hidden, calls, states, watched):
         _check_finite(f"layers.{n}.", found)
         yield n, found
@@ -184,7 +145,7 @@ def _check_finite(prefix: str, found: Mapping[str, Inputs]) -> None:
         if not bool(inputs.fourth.isfinite().all()):
             raise CheckpointError(
                 "checkpoint",
-                got=f"NaN or infinite numbers in the input of {prefix}{name} when the float model reads English",
+                got=f"NaN or infinite numbers in the input of {prefix}{name} when the float model reads text",
                 expected="weights of a model that gives numbers",
                 repair="Look for NaN in the weights up to there: the file is damaged, or not of this architecture.",
             )

@@ -24,7 +24,7 @@ def rounded(weight: torch.Tensor, kept: GridSpec, gptq: Gptq | None) -> Stored:
 def quantize_linears(decoder: Decoder, recipe: Recipe, names: Iterable[str], gptq: Gptq | None = None) -> None:
     """Replace the linears of these names by their quantised forms; what the recipe leaves in floats stays."""
     for name in names:
-        kept = recipe.grid(f"{name}.weight")
+        kept = recipe.part(f"{name}.weight")
         if kept.is_float:
             continue
         linear = linear_at(decoder, name)

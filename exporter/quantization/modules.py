@@ -9,7 +9,7 @@ lowering, and eager runs the same operators as the exported program.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -58,6 +58,9 @@ class QuantizedLinear(torch.nn.Module):
         return self._dequantize(self.weight, self.scales, self.zero_points)
 
     def _dequantize(self, weight: torch.Tensor, scales: torch.Tensor, zero_points: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_exporting():  # the same to the bit, and several times as fast
+            grouped = weight.view(len(weight), -1, self.group_size or weight.shape[1]).to(torch.float32)
+            return grouped.mul_(scales.view(len(weight), -1, 1)).view(weight.shape)
         if self.group_size is None:
             return QD.dequantize_per_channel(weight, scales, zero_points, 0, -INT8_MAX, INT8_MAX, torch.int8)
         return QD.dequantize_per_channel_group(
@@ -92,67 +95,83 @@ def floats_held(module: torch.nn.Module) -> Iterator[None]:
             linear.floats = None
 
 
-class SplitLinear(torch.nn.Module):
-    """Rows of one weight in several grids: the outputs of `parts`, one after the other."""
-
-    def __init__(self, *parts: QuantizedLinear) -> None:
-        super().__init__()
-        self.parts: Sequence[QuantizedLinear] = torch.nn.ModuleList(parts)  # type: ignore[assignment]
-
-    def dequantized(self) -> torch.Tensor:
-        """float32 ``[N, K]``."""
-        return torch.cat([part.dequantized() for part in self.parts])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[1, Q, K]`` to ``[1, Q, N]``."""
-        return torch.cat([part(x) for part in self.parts], -1)
-
-
 class QuantizedEmbedding(torch.nn.Module):
     """Rows are gathered as integers and scaled afterwards, so only Q rows are ever dequantised.
 
-    int8: weight int8 ``[V, D]``, scales ``[V, 1]``. int4: weight uint8 ``[V, D/2]``, channel 2i in the low nibble plus
-    8, channel 2i + 1 in the high one; scales ``[V, g]``. A `residual` is an int4 table of the same shape that is added.
-    Scales are float32, or bfloat16 where XNNPACK keeps the same ones.
+    int8: weight int8 ``[V, D]``, scales ``[V, 1]`` or ``[V, g]``. int4: weight uint8 ``[V, D/2]``, channel 2i in the
+    low nibble plus 8, channel 2i + 1 in the high one; scales ``[V, g]``. Scales are of any floating dtype.
     """
 
     weight: torch.Tensor
     scales: torch.Tensor
-    residual: QuantizedEmbedding | None
 
-    def __init__(self, weight: torch.Tensor, scales: torch.Tensor, residual: QuantizedEmbedding | None = None) -> None:
+    def __init__(self, weight: torch.Tensor, scales: torch.Tensor) -> None:
         super().__init__()
         self.register_buffer("weight", weight)
         self.register_buffer("scales", scales)
-        self.residual = residual
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """int64 ``[1, Q]`` to float32 ``[1, Q, D]``."""
-        rows = F.embedding(input_ids, self.weight)
-        scales = F.embedding(input_ids, self.scales).to(torch.float32)
+        codes, scales = self.rows(input_ids)
         if self.weight.dtype == torch.int8:
-            return rows.to(torch.float32) * scales
-        packed = rows.to(torch.float32)
-        high = torch.floor(packed * (1 / 16))  # exact in float32; no integer shift is needed from any back end
-        codes = torch.stack([packed - high * 16, high], -1) - 8.0
+            codes = codes.to(torch.float32)
+            if scales.shape[-1] == 1:
+                return codes * scales
+        else:
+            packed = codes.to(torch.float32)
+            high = torch.floor(packed * (1 / 16))  # exact in float32; no integer shift is needed from any back end
+            codes = torch.stack([packed - high * 16, high], -1) - 8.0
         grouped = codes.view(1, input_ids.shape[1], scales.shape[-1], -1)
-        values = (grouped * scales[..., None]).view(1, input_ids.shape[1], -1)
-        return values if self.residual is None else values + self.residual(input_ids)
+        return (grouped * scales[..., None]).view(1, input_ids.shape[1], -1)
+
+    def rows(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 ``[1, Q]`` to the codes of these rows ``[1, Q, ...]`` and their scales, float32."""
+        return F.embedding(input_ids, self.weight), F.embedding(input_ids, self.scales).to(torch.float32)
 
 
-class SplitEmbedding(torch.nn.Module):
-    """The first rows in one table, the others in a second one."""
+RowsTimes = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""float32 ``[1, D]``, codes int8 ``[n, D]`` and scales float32 ``[n, g]`` to their products ``[1, n]``."""
 
-    def __init__(self, first: QuantizedEmbedding, others: QuantizedEmbedding) -> None:
+
+def rows_times(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """`RowsTimes` in aten."""
+    grouped = codes.to(torch.float32).view(*scales.shape, -1) * scales[..., None]
+    return x @ grouped.view(codes.shape).T
+
+
+class ExactHead(torch.nn.Module):
+    """Logits of a head of few bits, and of the best `count` of these the products with rows of 8 bits.
+
+    What the few bits say of the best tokens decides which they are, not how good: these are computed from float
+    activations and the weights that an embedding has. All others keep the logits of the few bits, whose errors are as
+    often above as below.
+    """
+
+    factors: torch.Tensor | None
+
+    def __init__(
+        self, rough: QuantizedLinear, table: QuantizedEmbedding, count: int, factors: torch.Tensor | None
+    ) -> None:
+        """`rough` and `table` are of the same V rows. Channel k of the input is divided by ``factors[k]`` and the
+        columns of `rough` multiplied by it, those of `table` are not; None where nothing was."""
         super().__init__()
-        self.first, self.others = first, others
+        self.rough, self.table, self.count = rough, table, count
+        self.rows_times: RowsTimes = rows_times
+        self.register_buffer("factors", factors)
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """int64 ``[1, Q]`` to float32 ``[1, Q, D]``. Both tables are asked, each for a row that it has."""
-        count = self.first.weight.shape[0]
-        first = self.first(input_ids.clamp(max=count - 1))
-        others = self.others((input_ids - count).clamp(min=0))
-        return torch.where((input_ids < count)[..., None], first, others)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[1, Q, D]`` to ``[1, Q, V]``. A program has Q = 1."""
+        rough = self.rough(x)
+        whole = x if self.factors is None else x * self.factors
+        if x.shape[1] == 1:
+            return self._exact(rough[0], whole[0])[None]
+        return torch.stack([self._exact(*one) for one in zip(rough[0].split(1), whole[0].split(1), strict=True)], 1)
+
+    def _exact(self, rough: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """``[1, V]`` and ``[1, D]`` to ``[1, V]``."""
+        best = rough.topk(self.count, -1, sorted=False).indices
+        codes, scales = self.table.rows(best)
+        return rough.scatter(-1, best, self.rows_times(x, codes[0], scales[0]))
 
 
 class ScaledEmbedding(torch.nn.Module):

@@ -22,6 +22,6 @@ def round_weights(decoder: Decoder, recipe: Recipe) -> None:
         weight = module.weight
         assert isinstance(weight, torch.nn.Parameter)
         if id(weight) not in values:
-            stored = store(weight.detach(), recipe.grid(name))
+            stored = store(weight.detach(), recipe.part(name))
             values[id(weight)] = torch.nn.Parameter(stored.values(), requires_grad=False)
         module.weight = values[id(weight)]

@@ -1,30 +1,27 @@
-"""The embedding and the head. Tied, they are one table, which is stored once whatever grids its rows have.
+"""The embedding and the head. Tied and on one grid, they are one table, which is stored once.
 
-Letters: V vocab_size, D hidden_size, g groups a row, R rows in int8, n rows of a block.
+Letters: V vocab_size, D hidden_size, g groups a row, n rows of a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from exporter.grids.base import store
-from exporter.grids.int4 import INT4_MAX, INT4_MIN
 from exporter.model.decoder import Decoder, ReadParameter, all_read
 from exporter.quantization.gptq import Gptq
 from exporter.quantization.linears import rounded
 from exporter.quantization.modules import (
+    ExactHead,
     QuantizedEmbedding,
     QuantizedLinear,
     ScaledEmbedding,
-    SplitEmbedding,
-    SplitLinear,
     pack_nibbles,
 )
 from exporter.spec import EMBEDDING, HEAD, GridSpec, Recipe
 
-RESIDUAL_MAX = 7
 ROWS_AT_A_TIME = 8192
 
 
@@ -32,79 +29,66 @@ def quantize_tables(decoder: Decoder, recipe: Recipe, gptq: Gptq | None = None, 
     """Replace embedding and head as the recipe says, in place. `gptq` knows the head's input; of an unread decoder the
     embedding is read when the head's floats are gone, unless they are the same."""
     decoder.read_part("lm_head", read)
-    head = decoder.lm_head
+    head, scaled, own = decoder.lm_head, decoder.embed_tokens, recipe[EMBEDDING]
     assert isinstance(head, torch.nn.Linear)
-    parts = _head_parts(head.weight.detach(), recipe, gptq)
-    own = recipe[EMBEDDING]
-    shared = _embedding_of(parts, head.weight.detach(), own.parts) if own.shared and parts else None
-    del head
-    if parts:
-        decoder.lm_head = parts[0] if len(parts) == 1 else SplitLinear(*parts)
-    decoder.read_part("embed_tokens", read)
-    scaled = decoder.embed_tokens
-    embedding = scaled.table if isinstance(scaled, ScaledEmbedding) else scaled
-    assert isinstance(embedding, torch.nn.Embedding)
-    table = _own_embedding(embedding, recipe) if shared is None else shared
-    decoder.embed_tokens = ScaledEmbedding(table, scaled.factors) if isinstance(scaled, ScaledEmbedding) else table
+    weight = head.weight.detach()
+    factors = scaled.factors if isinstance(scaled, ScaledEmbedding) else None  # what undoes the head's smoothing
+    rough = None if recipe.is_float(HEAD) else _head(weight, recipe.part(HEAD), gptq)
+    table = None
+    if own.shared and rough is not None:
+        table = _same_bytes(rough)
+        decoder.embed_tokens = table if factors is None else ScaledEmbedding(table, factors)
+    elif own.tied_to is not None and not recipe.is_float(EMBEDDING):
+        table = decoder.embed_tokens = table_of(weight, recipe.part(EMBEDDING), factors)
+    if rough is not None:
+        decoder.lm_head = _with_exact_rows(rough, weight, recipe, table, factors)
+    if own.tied_to is None:
+        del head, weight
+        decoder.read_part("embed_tokens", read)
+        embedding = decoder.embed_tokens
+        assert isinstance(embedding, torch.nn.Embedding)
+        if not recipe.is_float(EMBEDDING):
+            decoder.embed_tokens = table_of(embedding.weight.detach(), recipe.part(EMBEDDING))
 
 
-def _head_parts(weight: torch.Tensor, recipe: Recipe, gptq: Gptq | None) -> list[QuantizedLinear]:
-    """The head ``[V, D]``, part by part of its rows; nothing where it stays float."""
-    if recipe.is_float(HEAD):
-        return []
-    parts = recipe[HEAD].parts
-    return [QuantizedLinear.of(rounded(_rows(weight, part), part, gptq), None, part) for part in parts]
+def _head(weight: torch.Tensor, part: GridSpec, gptq: Gptq | None) -> QuantizedLinear:
+    return QuantizedLinear.of(rounded(weight, part, gptq), None, part)
 
 
-def _rows(weight: torch.Tensor, part: GridSpec) -> torch.Tensor:
-    return weight if part.rows is None else weight[slice(*part.rows)]
+def _with_exact_rows(
+    rough: QuantizedLinear, weight: torch.Tensor, recipe: Recipe, table: QuantizedEmbedding | None,
+    factors: torch.Tensor | None,
+) -> torch.nn.Module:  # fmt: skip
+    """The head, with the embedding's `table` for its exact rows where the recipe says so: that has the rows of a tied
+    model before smoothing, other rows are those of `weight` as it is."""
+    exact = recipe[HEAD].exact
+    if exact is None:
+        return rough
+    if exact.of is None:
+        return ExactHead(rough, table_of(weight, exact.part), exact.count, None)
+    assert table is not None
+    return ExactHead(rough, table, exact.count, None if factors is None else 1 / factors)
 
 
-def _embedding_of(parts: list[QuantizedLinear], weight: torch.Tensor, residuals: Sequence[GridSpec]) -> torch.nn.Module:
-    """The embedding that gathers from the head's own bytes; of rows for which there is a residual, it keeps what these
-    leave of the float `weight` too."""
-    tables, start = [], 0
-    for part in parts:
-        rows = slice(start, start + len(part.weight))
-        if part.group_size is None:
-            tables.append(QuantizedEmbedding(part.weight, part.scales[:, None]))
-        else:
-            has_residual = any(one.rows in (None, (rows.start, rows.stop)) for one in residuals)
-            residual = residual_of(weight[rows], part) if has_residual else None
-            packed = in_blocks(lambda codes: (pack_nibbles(codes),), part.weight)[0]
-            tables.append(QuantizedEmbedding(packed, part.scales.to(torch.bfloat16), residual))
-        start = rows.stop
-    return tables[0] if len(tables) == 1 else SplitEmbedding(*tables)
+def table_of(weight: torch.Tensor, part: GridSpec, factors: torch.Tensor | None = None) -> QuantizedEmbedding:
+    """A table of float32 ``[V, D]``, channel by channel times `factors` ``[D]``, that shares nothing."""
+
+    def block(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        stored = store(rows if factors is None else rows * factors, part)
+        assert stored.scales is not None and stored.zero_points is None, f"an embedding on the grid {part.grid}"
+        assert part.scales is not None
+        codes = pack_nibbles(stored.codes) if part.codes == "int4" else stored.codes
+        return codes, stored.scales.to(getattr(torch, part.scales))
+
+    return QuantizedEmbedding(*in_blocks(block, weight))
 
 
-def _own_embedding(embedding: torch.nn.Embedding, recipe: Recipe) -> torch.nn.Module:
-    """A table that shares nothing with the head."""
-    if recipe.is_float(EMBEDDING):
-        return embedding
-    kept = recipe.grid(EMBEDDING)
-    stored = store(embedding.weight.detach(), kept)
-    assert stored.scales is not None and stored.zero_points is None, f"an embedding on the grid {kept.grid}"
-    codes = stored.codes if kept.group_size is None else pack_nibbles(stored.codes)
-    return QuantizedEmbedding(codes, stored.scales)
-
-
-def residual_of(weight: torch.Tensor, part: QuantizedLinear) -> QuantizedEmbedding:
-    """What int4 rows leave of ``weight [n, D]``, as int4 again, each group on the scale of its largest value.
-
-    GPTQ moves weights by more than half a step, so the scale is not that of the first four bits over 16.
-    """
-    assert part.group_size is not None
-    size = part.group_size
-
-    def block(rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        left = rows.reshape(*scales.shape, size) - codes.view(*scales.shape, size) * scales[..., None]
-        tiny = torch.finfo(torch.bfloat16).tiny
-        own = (left.abs().amax(-1) / RESIDUAL_MAX).to(torch.bfloat16).clamp(min=tiny)
-        rounded = (left / own.float()[..., None]).round_().clamp_(INT4_MIN, INT4_MAX)
-        return pack_nibbles(rounded.view(rows.shape).to(torch.int8)), own
-
-    packed, own_scales = in_blocks(block, weight, part.weight, part.scales)
-    return QuantizedEmbedding(packed, own_scales)
+def _same_bytes(head: QuantizedLinear) -> QuantizedEmbedding:
+    """The embedding that gathers from the head's own bytes: of int4 rows, those that XNNPACK packs."""
+    if head.group_size is None:
+        return QuantizedEmbedding(head.weight, head.scales[:, None])
+    packed = in_blocks(lambda codes: (pack_nibbles(codes),), head.weight)[0]
+    return QuantizedEmbedding(packed, head.scales.to(torch.bfloat16))
 
 
 def in_blocks(function: Callable[..., tuple[torch.Tensor, ...]], *tables: torch.Tensor) -> tuple[torch.Tensor, ...]:

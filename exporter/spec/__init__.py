@@ -39,10 +39,12 @@ from exporter.spec.manifest import (
 )
 from exporter.spec.model import Activation, LayerSpec, MLPSpec, ModelSpec, MoESpec
 from exporter.spec.programs import MAIN, PREFILL, PROGRAMS, ProgramKind, program_for
+from exporter.spec.quality import DomainScore, Quality, QualityPromise
 from exporter.spec.quantization import (
     CACHE_PROMISES,
     PRESETS,
     PROMISES,
+    QUALITY_PROMISES,
     REDUCED_PROMISES,
     SENSITIVE,
     FormatOptions,
@@ -50,9 +52,10 @@ from exporter.spec.quantization import (
     QuantizationSpec,
     ReducedWeights,
     keep_int8_by_default,
+    nearest_preset,
     promise_of,
 )
-from exporter.spec.recipe import EMBEDDING, HEAD, GridSpec, ParameterSpec, Recipe, WeightBits, dtype_bits
+from exporter.spec.recipe import EMBEDDING, HEAD, ExactRows, GridSpec, ParameterSpec, Recipe, WeightBits, dtype_bits
 from exporter.spec.states import laid_out, stack_name, state_specs
 
 __all__ = [
@@ -69,6 +72,7 @@ __all__ = [
     "PRESETS",
     "PROGRAMS",
     "PROMISES",
+    "QUALITY_PROMISES",
     "REDUCED_PROMISES",
     "SENSITIVE",
     "Activation",
@@ -78,6 +82,8 @@ __all__ = [
     "CheckResult",
     "Comparison",
     "DType",
+    "DomainScore",
+    "ExactRows",
     "FileEntry",
     "FormatOptions",
     "GridSpec",
@@ -93,6 +99,8 @@ __all__ = [
     "ProgramKind",
     "ProgramSpec",
     "Promise",
+    "Quality",
+    "QualityPromise",
     "QuantizationSpec",
     "Recipe",
     "ReducedWeights",
@@ -110,6 +118,7 @@ __all__ = [
     "kind_labelled",
     "kind_of",
     "laid_out",
+    "nearest_preset",
     "one_of",
     "program_for",
     "promise_of",

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from exporter.data import DType, Spec
+from exporter.spec.quality import QualityPromise
 from exporter.spec.recipe import Recipe
 
 
@@ -19,9 +20,10 @@ class QuantizationSpec(Spec):
     contains one of `keep_int8` stay int8 when `linear` is another grid.
 
     `smooth` is SmoothQuant-style scaling: factors folded into norms and weights spread the outliers of a linear's
-    inputs over inputs and weights. `rounding` is that of linears and head. The first `head_int8_rows` rows of an int4
-    head, those of the frequent tokens, are int8. A tied table is stored once: the embedding reads the head's rows. An
-    int8 embedding beside an int4 head stores the remainder of the four bits as four more.
+    inputs over inputs and weights. `rounding` is that of linears and head. With `head_exact_rows`, an int4 head finds
+    the best so many tokens, whose logits are then computed from rows of 8 bits, `int8_grouped`, and float activations:
+    the embedding's where that has them, others where it has not. A tied table is stored once where the head is as fine
+    as the embedding is asked to be.
 
     `max_kl_divergence`, in nats, is the ceiling that verification holds the program to; left out, `promise_of` has it.
     """
@@ -33,7 +35,7 @@ class QuantizationSpec(Spec):
     keep_int8: tuple[str, ...] = ()
     smooth: bool = False
     rounding: Literal["nearest", "gptq"] = "nearest"
-    head_int8_rows: int = Field(default=0, ge=0)
+    head_exact_rows: int = Field(default=0, ge=0)
     max_kl_divergence: float | None = Field(default=None, gt=0)
 
     @model_validator(mode="after")
@@ -42,29 +44,38 @@ class QuantizationSpec(Spec):
             raise ValueError("a quantised linear or head for smooth: it acts on the inputs of those")
         if self.rounding == "gptq" and self.linear == self.head == "none":
             raise ValueError("a quantised linear or head for rounding gptq: it follows the inputs of those")
-        if self.head_int8_rows and self.head != "int4":
-            raise ValueError("head int4 for head_int8_rows")
+        if self.head_exact_rows and self.head == "none":
+            raise ValueError("a quantised head for head_exact_rows")
         return self
 
 
 PRESETS: dict[str, QuantizationSpec] = {
     "none": QuantizationSpec(),
-    "accurate": QuantizationSpec(linear="int8", embedding="int8", head="int8", smooth=True, rounding="gptq"),
+    "accurate": QuantizationSpec(
+        linear="int8", embedding="int8_grouped", head="int4", smooth=True, rounding="gptq", head_exact_rows=4096
+    ),
     "balanced": QuantizationSpec(
-        linear="int8", embedding="int8", head="int4", smooth=True, rounding="gptq", head_int8_rows=8192
+        linear="int8", embedding="int8_grouped", head="int4", smooth=True, rounding="gptq", head_exact_rows=1024
     ),
     "small": QuantizationSpec(
         linear="int4",
-        embedding="int8",
+        embedding="int8_grouped",
         head="int4",
         keep_int8=("down_proj", "k_proj", "v_proj"),
         smooth=True,
         rounding="gptq",
+        head_exact_rows=1024,
     ),
 }
-"""Presets: what a config may name instead of a mapping, and what each promises (measured in docs/quantization.md):
-`accurate` within 0.01 nats of the float model's negative log-likelihood, `balanced` within 0.02, `small` within 0.1.
-A model need not have the matrices they name."""
+"""Presets: what a config may name instead of a mapping. A model need not have the matrices they name."""
+
+QUALITY_PROMISES: dict[str, QualityPromise] = {
+    "accurate": QualityPromise(nll=0.01, kl=0.009),
+    "balanced": QualityPromise(nll=0.02, kl=0.02),
+    "small": QualityPromise(nll=0.10, kl=0.10),
+}
+"""What each promises on the worst domain of `exporter.quality`; every export holds the file to it. Measured in
+docs/quality.md."""
 
 
 class Promise(Spec):
@@ -92,10 +103,15 @@ def promise_of(spec: QuantizationSpec) -> Promise:
     are in no respect finer than `spec`; where each is finer in something, the least strict of all."""
     if spec.max_kl_divergence is not None:
         return Promise(max_kl=spec.max_kl_divergence)
-    promises = [PROMISES[name] for name, preset in PRESETS.items() if not _finer(preset, spec)]
-    if not promises:
-        return max(PROMISES.values(), key=lambda promise: promise.max_kl)
-    return min(promises, key=lambda promise: promise.max_kl)
+    return PROMISES[nearest_preset(spec)]
+
+
+def nearest_preset(spec: QuantizationSpec) -> str:
+    """The preset whose promises are those of `spec` too, by its name; see `promise_of`."""
+    names = [name for name, preset in PRESETS.items() if not _finer(preset, spec)]
+    if not names:
+        return max(PROMISES, key=lambda name: PROMISES[name].max_kl)
+    return min(names, key=lambda name: PROMISES[name].max_kl)
 
 
 def _finer(one: QuantizationSpec, other: QuantizationSpec) -> bool:
@@ -106,14 +122,14 @@ def _finer(one: QuantizationSpec, other: QuantizationSpec) -> bool:
         or (one.smooth and not other.smooth)
         or (one.rounding == "gptq" and other.rounding != "gptq")
         or (_coarseness(other.linear) > 1 and not set(one.keep_int8) <= set(other.keep_int8))
-        or (other.head == "int4" and one.head_int8_rows > other.head_int8_rows)
+        or (other.head != "none" and one.head_exact_rows > other.head_exact_rows)
         or ("int4" in {theirs for _, theirs in grids} and one.group_size < other.group_size)
     )
 
 
 def _coarseness(grid: str) -> int:
     """From floats on; a grid that no preset has is the coarsest."""
-    known = ("none", "int8", "int4")
+    known = ("none", "int8_grouped", "int8", "int4")
     return known.index(grid) if grid in known else len(known)
 
 
@@ -137,6 +153,15 @@ class FormatOptions(Spec):
     @property
     def stated_max_kl(self) -> float | None:
         """The ceiling that the config states for weights and caches together."""
+        raise NotImplementedError
+
+    @property
+    def preset(self) -> str | None:
+        """The preset whose quality is promised, the nearest one of a mapping; None where nothing is."""
+        return None
+
+    def with_preset(self, name: str) -> Self:
+        """The same section with the weights of a preset; of one that has a `preset`."""
         raise NotImplementedError
 
     def ceiling(self, cache_dtypes: Iterable[DType]) -> float:

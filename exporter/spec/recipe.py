@@ -39,7 +39,7 @@ class _Sparse(Spec):
 
 
 class GridSpec(_Sparse):
-    """The form of a matrix, or of some of its rows: a code a weight, and what `group_size` of them share.
+    """The form of a matrix: a code a weight, and what `group_size` of them share.
 
     Args:
         grid: its name, that of a file of ``exporter.grids``.
@@ -49,7 +49,6 @@ class GridSpec(_Sparse):
         zero_points: dtype of the zero points, one beside every scale; None where codes count from 0.
         palette: entries a row chooses from, in place of a scale.
         gptq: whether rounding follows the inputs; otherwise each weight goes to the nearest code.
-        rows: the range ``[start, stop)`` that this is the form of; None for all N.
     """
 
     grid: str
@@ -59,7 +58,6 @@ class GridSpec(_Sparse):
     zero_points: str | None = None
     palette: int | None = None
     gptq: bool = False
-    rows: tuple[int, int] | None = None
 
     @property
     def is_float(self) -> bool:
@@ -68,7 +66,7 @@ class GridSpec(_Sparse):
     def bits(self, shape: tuple[int, ...]) -> int:
         """Of a parameter of `shape`, whose last axis is a row: codes, scales, zero points, palettes."""
         columns = shape[-1]
-        rows = math.prod(shape[:-1]) if self.rows is None else self.rows[1] - self.rows[0]
+        rows = math.prod(shape[:-1])
         groups = 1 if self.group_size is None else columns // self.group_size
         beside = (self.palette or 1) * dtype_bits(self.scales) + dtype_bits(self.zero_points)
         return rows * (columns * dtype_bits(self.codes) + groups * beside)
@@ -79,24 +77,40 @@ def dtype_bits(dtype: str | None) -> int:
     return 0 if dtype is None else int(re.findall(r"\d+$", dtype)[0])
 
 
+class ExactRows(_Sparse):
+    """Rows that are multiplied again for a token, those with the largest products: more bits than the other rows have.
+
+    Args:
+        count: how many.
+        part: their form.
+        of: the parameter whose bytes those are; None for bytes of their own.
+    """
+
+    count: int
+    part: GridSpec
+    of: str | None = None
+
+
 class ParameterSpec(_Sparse):
     """Parameters of one shape that are kept alike.
 
     Args:
         parameters: their names.
         shape: of each.
-        parts: their forms, one after the other by rows.
+        part: their form; None of one that is `shared`.
         gathered: whether a token takes single rows of it: a table that is looked up, not multiplied.
         tied_to: the parameter that it is, in the model; None for one of its own.
-        shared: whether it has no bytes but those of `tied_to`; `parts` are then added to what these stand for.
+        shared: whether it has no bytes but those of `tied_to`.
+        exact: of a head, the rows that are multiplied again.
     """
 
     parameters: tuple[str, ...] = ()
     shape: tuple[int, ...]
-    parts: tuple[GridSpec, ...]
+    part: GridSpec | None
     gathered: bool = False
     tied_to: str | None = None
     shared: bool = False
+    exact: ExactRows | None = None
 
     @property
     def weights(self) -> int:
@@ -106,7 +120,20 @@ class ParameterSpec(_Sparse):
     @property
     def bits(self) -> int:
         """Of their own, likewise."""
-        return len(self.parameters) * sum(part.bits(self.shape) for part in self.parts)
+        own = [] if self.part is None else [self.part]
+        own += [self.exact.part] if self.exact is not None and self.exact.of is None else []
+        return len(self.parameters) * sum(part.bits(self.shape) for part in own)
+
+    @property
+    def read_bits(self) -> int:
+        """Of those that a token reads; the one row of a table is not counted. A program runs every expert on every
+        token, whichever its router chooses."""
+        if self.gathered:
+            return 0
+        bits = 0 if self.part is None else len(self.parameters) * self.part.bits(self.shape)
+        if self.exact is not None:
+            bits += self.exact.part.bits((self.exact.count, self.shape[-1]))
+        return bits
 
 
 class Recipe(Spec):
@@ -139,18 +166,16 @@ class Recipe(Spec):
     def names(self) -> tuple[str, ...]:
         return tuple(self._by_name)
 
-    def parts(self, name: str) -> tuple[GridSpec, ...]:
-        """The forms that a parameter is kept in, by rows; a shared one's are those of the other."""
+    def part(self, name: str) -> GridSpec:
+        """The form that a parameter is kept in; a shared one's is that of the other."""
         own = self[name]
-        return self.parts(own.tied_to) if own.shared and own.tied_to is not None else own.parts
-
-    def grid(self, name: str) -> GridSpec:
-        """The form of a parameter that has one for all its rows."""
-        (grid,) = self.parts(name)
-        return grid
+        if own.part is None:
+            assert own.shared and own.tied_to is not None
+            return self.part(own.tied_to)
+        return own.part
 
     def is_float(self, name: str) -> bool:
-        return all(part.is_float for part in self.parts(name))
+        return self.part(name).is_float
 
     @property
     def rounded(self) -> tuple[str, ...]:
@@ -160,24 +185,19 @@ class Recipe(Spec):
     @property
     def is_float32(self) -> bool:
         """Whether the program has the very weights of the model."""
-        return all(part.codes == "float32" for own in self.kept for part in own.parts)
+        return all(own.part is None or own.part.codes == "float32" for own in self.kept)
 
     @property
     def is_calibrated(self) -> bool:
         """Whether it depends on what the model's inputs look like."""
-        return self.smooth or any(part.gptq for own in self.kept for part in own.parts)
-
-    def share_read(self, own: ParameterSpec) -> float:
-        """Which share of it a token goes through; the one row of a table is not counted. A program runs every expert
-        on every token, whichever its router chooses."""
-        return 0.0 if own.gathered else 1.0
+        return self.smooth or any(own.part is not None and own.part.gptq for own in self.kept)
 
     @property
     def weight_bits(self) -> WeightBits:
         """A tied table counts once among the weights, and each byte once among the bits."""
         weights = sum(own.weights for own in self.kept if own.tied_to is None)
-        weights_read = sum(own.weights * self.share_read(own) for own in self.kept)
-        bits_read = sum(own.bits * self.share_read(own) for own in self.kept)
+        weights_read = sum(own.weights for own in self.kept if not own.gathered)
+        bits_read = sum(own.read_bits for own in self.kept)
         return WeightBits(8 * self.stored_bytes / weights, bits_read / weights_read)
 
     @property
@@ -188,4 +208,4 @@ class Recipe(Spec):
     @property
     def unread_bytes(self) -> int:
         """Of those that a decoded token does not read."""
-        return int(sum(own.bits * (1 - self.share_read(own)) for own in self.kept)) // 8
+        return self.stored_bytes - sum(own.read_bits for own in self.kept) // 8

@@ -112,7 +112,7 @@ def rounding_of(manifest: Manifest) -> Rounding:
         return "int8 rows"
     half = (
         own.half_arithmetic
-        or any(part.codes == "float16" for one in recipe.kept for part in one.parts)
+        or any(one.part is not None and one.part.codes == "float16" for one in recipe.kept)
         or "float16" in dtypes
     )
     return "float16" if half else "nothing"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import NamedTuple
 
 import torch
@@ -114,7 +114,7 @@ def run_by_layers(manifest: Manifest, decoder: Decoder, calls: Calls, read: Read
             yield
 
     made = [decoder.call(end - start, start, program_for(end - start).write_first) for start, end in spans]
-    for _ in decoder.through_layers(hidden, made, lambda n: decoder.states_of(n, state.tensors), around):
+    for _ in decoder.through_layers(hidden, made, lambda n: repeat(decoder.states_of(n, state.tensors)), around):
         pass
     last = torch.cat([rows[:, -1:] for rows in hidden], 1)
     with decoder.reading("norm", read), decoder.reading("lm_head", read):

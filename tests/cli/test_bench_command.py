@@ -125,8 +125,8 @@ ONE_LAYER = {**GEMMA, "num_hidden_layers": 1, "layer_types": ["full_attention"]}
 @pytest.mark.parametrize(
     ("name", "grids", "unread"),
     [
-        # A row of 64: 32 bytes of nibbles and two groups' bfloat16 scales.
-        ("residual", {"linear": "int8", "embedding": "int8", "head": "int4", "head_int8_rows": 32}, (260 - 32) * 36),
+        # A row of 64: a byte each and two groups' float16 scales; 8 rows are multiplied.
+        ("exact", {"embedding": "int8_grouped", "head": "int4", "head_exact_rows": 99}, (260 - 8) * 68),
         ("beside", {"embedding": "int8"}, 260 * (64 + 4)),
     ],
 )

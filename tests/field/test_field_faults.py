@@ -23,6 +23,7 @@ from exporter.config import load_config
 from exporter.errors import GraphContractError
 from exporter.families import from_hf
 from exporter.progress import Progress
+from exporter.source import open_source, target_decoder
 from exporter.spec import AttentionSpec, CachePolicy, ModelSpec, ShortConvSpec, state_specs
 from runtime_ref.generate import Generation
 from runtime_ref.programs import load_program
@@ -155,8 +156,8 @@ def test_41_both_methods_share_the_callers_state_and_programs_share_none(tiny_bu
 def test_42_the_file_stores_the_models_weights_and_hardly_more(request: pytest.FixtureRequest, name: str) -> None:
     """Against the bytes of the model's own parameters, tied ones once: what is stored at distinct places."""
     bundle = request.getfixturevalue(name)
-    source = pipeline.open_source(load_config(bundle.with_suffix(".yaml")))
-    decoder = pipeline.target_decoder(source, "executorch", Progress.silent())
+    source = open_source(load_config(bundle.with_suffix(".yaml")))
+    decoder = target_decoder(source, "executorch", Progress.silent())
     weights = sum(p.numel() * p.element_size() for p in decoder.parameters())
     file = read_pte((bundle / "model.pte").read_bytes())
     places = {blob.offset: blob.size for blob in (*file.constants.values(), *file.named)}

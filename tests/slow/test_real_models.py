@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from exporter import pipeline
 from exporter.cache.plain import PlainKernels
 from exporter.config import load_config
 from exporter.english import english_ids
 from exporter.programs import ProgramModule, trace
 from exporter.progress import Progress
+from exporter.source import open_source, target_decoder
 from exporter.spec import PROGRAMS, program_for
 from exporter.tokenizer import write_tokenizer
 
@@ -26,8 +26,8 @@ PIECES = [1, 1, 2, 7, 8, 9, 63, 64, 512, 1, 129, 300, 1, 1, 461]
 @pytest.mark.parametrize("kernels", ["executorch", "plain"])
 @pytest.mark.parametrize("model", ["gemma3_270m", "smollm2_135m"])
 def test_exported_programs_equal_eager_on_logits_and_every_state(model: str, kernels: str, tmp_path: Path) -> None:
-    source = pipeline.open_source(load_config(CONFIGS / f"{model}.yaml", FLOATS))
-    decoder = pipeline.target_decoder(source, "executorch", Progress.silent())
+    source = open_source(load_config(CONFIGS / f"{model}.yaml", FLOATS))
+    decoder = target_decoder(source, "executorch", Progress.silent())
     if kernels == "plain":
         decoder = decoder.with_kernels(PlainKernels())
     tokenizer = write_tokenizer(source.checkpoint, tmp_path)

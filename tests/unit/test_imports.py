@@ -22,13 +22,16 @@ RUNTIME_LEAFS = {
     "exporter.units",  # sizes in the same words
     "exporter.outputs",  # files that it writes
     "exporter.text.files",  # the tokenizer's files
-    "exporter.text.template",  # and the conversations that its template writes
-    "exporter.text.chat",
+    "exporter.text.encoder",  # and the tokens of texts and conversations
 }
 COMMAND_LEAFS = {
     "exporter.console": {"__main__"},  # prints and ends as elsewhere
     "exporter.machine": {"bench", "bench_report"},  # memory of this process, and which machine this is
     "exporter.english": {"bench"},  # the text that is scored
+    "exporter.quality.domains": {"quality"},  # the texts that quality is judged on
+    "exporter.quality.scores": {"quality"},  # and what is said of them
+    "exporter.quality.table": {"__main__"},
+    "exporter.quiet": {"quality"},  # Transformers writes to stderr while it loads
 }
 """What the command line alone needs, and which of its modules."""
 LOADER_LEAFS = {
@@ -44,7 +47,8 @@ LOADER_LEAFS = {
 }
 """What a module that runs programs of a format may import besides its own folder."""
 
-SPEC = {f"exporter.spec.{part}" for part in ("model", "states", "manifest", "programs", "quantization", "recipe")}
+SPEC_PARTS = ("model", "states", "manifest", "programs", "quality", "quantization", "recipe")
+SPEC = {f"exporter.spec.{part}" for part in SPEC_PARTS}
 KINDS = {f"exporter.kinds{part}" for part in ("", ".attention", ".base", ".conv", ".policy")}
 DATA = {"exporter.data"}
 TRAITS = {"exporter.backends.base", "exporter.spec", "exporter.spec.checks"}
@@ -57,6 +61,10 @@ LEAFS: dict[str, set[str]] = {
     "spec/programs": {"exporter.errors"},
     "spec/quantization": DATA | SPEC,
     "spec/recipe": DATA,
+    "spec/quality": DATA,
+    "quality/__init__": set(),
+    "quality/domains": {"exporter.text.encoder"},
+    "quality/table": {"exporter.spec"},
     "spec/checks": KINDS,
     "spec/__init__": DATA | KINDS | SPEC,
     "console": {"exporter.errors", "exporter.quiet"},
@@ -82,6 +90,7 @@ LEAFS: dict[str, set[str]] = {
     "text/marks": set(),
     "text/template": {"exporter.text.files", "exporter.text.marks"},
     "text/chat": {"exporter.text.files", "exporter.text.template"},
+    "text/encoder": {f"exporter.text.{part}" for part in ("chat", "files", "template")} | {"exporter.spec"},
     "text/ends": {f"exporter.text.{part}" for part in ("chat", "files", "template")} | {"exporter.spec"},
     "backends/__init__": {"exporter.backends.base", "exporter.errors", "exporter.optional"},
     "backends/base": {"exporter.spec"},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import repeat
+
 import pytest
 import torch
 from tiny_models import SPECS, decoder_of, one_thread, states_of, token_ids  # noqa: F401
@@ -39,7 +41,7 @@ def through(decoder: Decoder, ids: list[int], *, spoil: bool) -> list[torch.Tens
     calls = [decoder.call(5, 0, write_first=False), decoder.call(1, 5, write_first=True)]
     seen = []
     with torch.no_grad():
-        for n in decoder.through_layers(hidden, calls, lambda n: decoder.states_of(n, states)):
+        for n in decoder.through_layers(hidden, calls, lambda n: repeat(decoder.states_of(n, states))):
             seen.append(n)
             if spoil:
                 for parameter in decoder.layers[n].parameters():

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from executorch.backends.xnnpack.operators.node_visitor import NodeVisitor
@@ -26,15 +24,15 @@ from tiny_models import (  # noqa: F401
 from exporter.backends.executorch.options import ExecutorchOptions
 from exporter.errors import ConfigError
 from exporter.model.decoder import Decoder
-from exporter.quantization import QuantizedEmbedding, QuantizedLinear, SplitEmbedding, SplitLinear
-from exporter.quantization.modules import ScaledEmbedding, pack_nibbles
-from exporter.spec import PRESETS, MLPSpec, ModelSpec, QuantizationSpec
+from exporter.quantization import ExactHead, QuantizedEmbedding, QuantizedLinear
+from exporter.quantization.modules import pack_nibbles
+from exporter.quantization.tables import table_of
+from exporter.spec import PRESETS, GridSpec, MLPSpec, ModelSpec, QuantizationSpec
 
 IDS = torch.tensor([token_ids(150, seed=5)])
-ROWS = 40
 TIED = model(attention(8), attention(None))
-MIXED = QuantizationSpec(
-    linear="int8", embedding="int8", head="int4", smooth=True, rounding="gptq", head_int8_rows=ROWS
+EXACT = QuantizationSpec(
+    linear="int8", embedding="int8_grouped", head="int4", smooth=True, rounding="gptq", head_exact_rows=3
 )
 
 
@@ -48,63 +46,64 @@ def logits_of(decoder: Decoder) -> torch.Tensor:
     return play(decoder, token_ids(20), [20], states_of(decoder))[19]
 
 
-def test_a_mixed_table_is_stored_once() -> None:
-    decoder = quantized(TIED, MIXED)
-    scaled, head = decoder.embed_tokens, decoder.lm_head
-    assert isinstance(scaled, ScaledEmbedding) and isinstance(head, SplitLinear)
-    table = scaled.table
-    assert isinstance(table, SplitEmbedding)
-    first, others = head.parts
-    assert first.weight.shape == (ROWS, 64) and others.weight.shape == (97 - ROWS, 64)
-    assert table.first.weight.data_ptr() == first.weight.data_ptr()
-    assert table.first.scales.data_ptr() == first.scales.data_ptr()
-    assert torch.equal(table.others.weight, NodeVisitor.convert_to_qc4w(others.weight)), "XNNPACK's bytes"
-    assert table.others.scales.dtype == torch.bfloat16
-    assert torch.equal(table.others.scales.float(), others.scales)
+def test_one_table_of_eight_bits_is_the_embedding_and_has_the_exact_rows() -> None:
+    decoder = quantized(TIED, EXACT)
+    head = decoder.lm_head
+    assert isinstance(head, ExactHead) and head.table is decoder.embed_tokens and head.count == 3
+    assert head.rough.weight.shape == (97, 64) and head.rough.scales.shape == (97, 2)
+    assert head.table.weight.dtype == torch.int8 and head.table.scales.dtype == torch.float16
+    original = decoder_of(TIED).embed_tokens.weight.detach()
+    rows = decoder.embed_tokens(torch.arange(97)[None])[0]
+    steps = original.view(97, 2, 32).abs().amax(-1, keepdim=True) / 127
+    assert ((rows - original).view(97, 2, 32).abs() <= steps * 0.51).all(), "the model's own rows, before smoothing"
+    assert decoder.embed_tokens(torch.tensor([[3, 96, 40, 3]]))[0].equal(rows[[3, 96, 40, 3]])
+
+
+def test_rows_that_were_q8_0_come_back_as_they_were() -> None:
+    generator = torch.Generator().manual_seed(3)
+    scales = (torch.rand(97, 2, 1, generator=generator) * 0.01).half().float()
+    codes = torch.randint(-127, 128, (97, 2, 32), generator=generator).float()
+    codes[..., 5] = 127.0  # a block's largest
+    weight = (codes * scales).view(97, 64)
+    part = GridSpec(grid="int8_grouped", codes="int8", group_size=32, scales="float16")
+    assert torch.equal(table_of(weight, part)(torch.arange(97)[None])[0], weight)
+
+
+def test_an_exact_head_by_its_definition() -> None:
+    """The best tokens of the rough head get the products of the float input with the rows of the embedding."""
+    decoder = quantized(TIED, EXACT)
+    head = decoder.lm_head
+    rows = decoder.embed_tokens(torch.arange(97)[None])[0].double()
+    x = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(0))
+    rough, got = head.rough(x)[0], head(x)[0]
+    whole = x[0].double() * head.factors
+    for position in range(5):
+        best = sorted(range(97), key=lambda token: -float(rough[position, token]))[:3]
+        for token in range(97):
+            want = float(rows[token] @ whole[position]) if token in best else float(rough[position, token])
+            assert float(got[position, token]) == pytest.approx(want, rel=1e-5, abs=1e-5)
+        alone = head(x[:, position : position + 1])
+        assert alone.shape == (1, 1, 97) and (alone[0, 0] - got[position]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_exact_head_is_nearer_to_the_float_model_than_its_four_bits(tied: bool) -> None:
+    spec = model(attention(8), attention(None), tie_word_embeddings=tied)
+    want = torch.log_softmax(logits_of(decoder_of(spec)), -1)
+
+    def divergence(rules: QuantizationSpec) -> float:
+        got = torch.log_softmax(logits_of(quantized(spec, rules)), -1)
+        return float((want.exp() * (want - got)).sum())
+
+    floats = {"linear": "none", "smooth": False}
+    exact = divergence(EXACT.model_copy(update=floats))
+    assert exact < divergence(EXACT.model_copy(update=floats | {"head_exact_rows": 0}))
+    assert exact < 0.02
 
 
 def test_nibbles_are_packed_as_xnnpack_packs_them() -> None:
     codes = torch.arange(-8, 8, dtype=torch.int8).repeat(3, 2)
     assert torch.equal(pack_nibbles(codes), NodeVisitor.convert_to_qc4w(codes))
-
-
-def test_rows_of_a_mixed_embedding_are_those_of_the_float_table_to_some_seven_bits() -> None:
-    original = decoder_of(TIED).embed_tokens.weight.detach()
-    decoder = quantized(TIED, MIXED)
-    rows = decoder.embed_tokens(torch.arange(97)[None])[0]
-    assert decoder.embed_tokens(torch.tensor([[3, 96, 40, 39, 3]]))[0].equal(rows[[3, 96, 40, 39, 3]])
-    error = (rows - original).norm(dim=1) / original.norm(dim=1)
-    assert error[:ROWS].max() < 0.015 and error[ROWS:].max() < 0.03
-    table = decoder.embed_tokens.table
-    without = copy.deepcopy(table.others)
-    without.residual = None
-    factors = decoder.embed_tokens.factors
-    coarse = without(torch.arange(97 - ROWS)[None])[0] * factors
-    coarse_error = (coarse - original[ROWS:]).norm(dim=1) / original[ROWS:].norm(dim=1)
-    assert (coarse_error > 5 * error[ROWS:]).all()
-
-
-def test_a_residual_by_its_definition() -> None:
-    decoder = quantized(TIED, MIXED)
-    table = decoder.embed_tokens.table.others
-    original = decoder_of(TIED).embed_tokens.weight.detach()[ROWS:] / decoder.embed_tokens.factors
-    four_bits = decoder.lm_head.parts[1].dequantized()
-    left = (original - four_bits).numpy().reshape(-1, 2, 32)
-    packed = table.residual.weight.numpy()
-    codes = np.stack([packed & 15, packed >> 4], -1).reshape(left.shape).astype(np.float32) - 8
-    scales = table.residual.scales.float().numpy()[..., None]
-    assert np.abs(codes * scales - left).max() <= (scales / 2 * 1.01).max()
-    assert (np.abs(codes * scales - left) <= scales * 0.51).all()
-    np.testing.assert_allclose(scales[..., 0], np.abs(left).max(-1) / 7, rtol=2**-8)
-    got = table(torch.arange(97 - ROWS)[None])[0]
-    np.testing.assert_array_equal(got.numpy(), four_bits.numpy() + (codes * scales).reshape(-1, 64))
-
-
-def test_logits_of_a_mixed_head_are_those_of_its_parts() -> None:
-    head = quantized(TIED, MIXED).lm_head
-    x = torch.randn(1, 3, 64, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(head(x), torch.cat([head.parts[0](x), head.parts[1](x)], -1))
-    assert head(x).shape == (1, 3, 97) and head.dequantized().shape == (97, 64)
 
 
 @pytest.mark.parametrize("preset", ["accurate", "balanced", "small"])
@@ -134,12 +133,6 @@ def test_presets_give_four_bits_to_these_matrices_and_take_models_without_some(p
         ]
         own = INT4[preset] | ({"in_proj", "out_proj"} if preset == "small" else set())
         assert {name for name, module in named if module.group_size is not None} == own & {name for name, _ in named}
-
-
-def test_more_int8_rows_than_the_vocabulary_has_are_an_int8_head() -> None:
-    decoder = quantized(TIED, PRESETS["balanced"])
-    assert isinstance(decoder.lm_head, QuantizedLinear) and decoder.lm_head.group_size is None
-    assert decoder.embed_tokens.table.weight is decoder.lm_head.weight
 
 
 def test_gptq_is_used_where_it_is_asked_for_and_follows_the_inputs() -> None:
@@ -179,8 +172,8 @@ def test_gptq_of_the_one_leaves_the_other_as_it_is(rules: dict[str, Any], parts:
     [
         ({"smooth": True}, "quantised linear or head for smooth"),
         ({"rounding": "gptq", "embedding": "int8"}, "quantised linear or head for rounding gptq"),
-        ({"head": "int8", "head_int8_rows": 8}, "head int4 for head_int8_rows"),
-        ({"head": "int4", "head_int8_rows": -1}, "greater than or equal to 0"),
+        ({"linear": "int8", "head_exact_rows": 8}, "quantised head for head_exact_rows"),
+        ({"head": "int4", "head_exact_rows": -1}, "greater than or equal to 0"),
     ],
 )
 def test_rules_that_nothing_would_follow_are_refused(rules: dict[str, Any], words: str) -> None:
@@ -228,7 +221,7 @@ def bytes_stored(decoder: Decoder) -> int:
 @pytest.mark.parametrize(
     "rules",
     [
-        QuantizationSpec(), MIXED, PRESETS["accurate"], PRESETS["small"], QuantizationSpec(head="int8"),
+        QuantizationSpec(), EXACT, PRESETS["accurate"], PRESETS["small"], QuantizationSpec(head="int8"),
         QuantizationSpec(embedding="int4"), QuantizationSpec(head="int4", embedding="int8"),
         QuantizationSpec(linear="int4", head="int4", embedding="int4", group_size=64),
         QuantizationSpec(head="int8", embedding="int4"), QuantizationSpec(head="int4"),
@@ -240,14 +233,6 @@ def test_a_recipe_counts_the_bytes_that_were_made(rules: QuantizationSpec, tied:
     recipe = recipe_of(spec, rules)
     decoder = quantized(spec, rules)
     assert recipe.stored_bytes == bytes_stored(decoder)
-    own = decoder.embed_tokens.table if isinstance(decoder.embed_tokens, ScaledEmbedding) else decoder.embed_tokens
-    elsewhere = {tensor.data_ptr() for tensor in (*decoder.lm_head.parameters(), *decoder.lm_head.buffers())}
-    nibbles = [pack_nibbles(m.weight) for m in decoder.lm_head.modules() if isinstance(m, QuantizedLinear)]
-    shared = [weight for weight in nibbles for m in own.modules() if isinstance(m, QuantizedEmbedding)
-              and m.weight.dtype == torch.uint8 and torch.equal(m.weight, weight)]  # fmt: skip
-    beside = sum(t.nbytes for t in (*own.parameters(), *own.buffers()) if t.data_ptr() not in elsewhere)
-    beside -= sum(weight.nbytes + weight.numel() * 2 // rules.group_size * 2 for weight in shared)
-    assert recipe.unread_bytes == beside
 
 
 def test_bits_a_weight() -> None:
@@ -256,15 +241,15 @@ def test_bits_a_weight() -> None:
     matrices, table, norms = sum(n * k for n, k in linears), 97 * 64, 3 * 64
     everything = matrices + table + norms
     read = sum(8 * n * k + 32 * n for n, k in linears) + 32 * norms
-    read += ROWS * (8 * 64 + 32) + (97 - ROWS) * (4 * 64 + 2 * 16)
-    residual = (97 - ROWS) * (4 * 64 + 2 * 16)
+    read += 97 * (4 * 64 + 2 * 16) + 3 * (8 * 64 + 2 * 16)
+    beside = (97 - 3) * (8 * 64 + 2 * 16)
     spec = model(attention(8), feed_forward=MLP)
-    bits = recipe_of(spec, MIXED).weight_bits
+    bits = recipe_of(spec, EXACT).weight_bits
     assert bits.read == pytest.approx(read / everything)
-    assert bits.stored == pytest.approx((read + residual) / everything)
-    options = ExecutorchOptions(quantization=MIXED)
+    assert bits.stored == pytest.approx((read + beside) / everything)
+    options = ExecutorchOptions(quantization=EXACT)
     assert options.described(recipe_of(spec, options)) == (
-        f"linear int8, embedding int8, head int4 but {ROWS} rows, smoothed, gptq; "
-        f"{read / everything:.2f} bits a weight read for a token, {(read + residual) / everything:.2f} stored"
+        "linear int8, embedding int8_grouped, head int4 with 3 exact rows, smoothed, gptq; "
+        f"{read / everything:.2f} bits a weight read for a token, {(read + beside) / everything:.2f} stored"
     )
     assert ExecutorchOptions().described(recipe_of(spec, ExecutorchOptions())) == "float32"

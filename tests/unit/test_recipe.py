@@ -51,7 +51,6 @@ def form(part: GridSpec) -> str:
     words += [f" zero {part.zero_points}"] if part.zero_points else []
     words += [f" x{part.palette}"] if part.palette else []
     words += [" gptq"] if part.gptq else []
-    words += [f" {part.rows[0]}:{part.rows[1]}"] if part.rows else []
     return "".join(words)
 
 
@@ -59,8 +58,9 @@ def forms(recipe: Recipe) -> dict[str, str]:
     found = {}
     for name in recipe.names:
         own = recipe[name]
-        said = " | ".join(map(form, own.parts))
-        found[name] = f"lm_head + {said}" if own.shared and said else "lm_head" if own.shared else said
+        found[name] = "lm_head" if own.part is None else form(own.part)
+        if own.exact is not None:
+            found[name] += f" | {own.exact.count} {form(own.exact.part)} of {own.exact.of}"
     return found
 
 
@@ -74,31 +74,25 @@ def quantized(**rules: Any) -> ExecutorchOptions:
 
 FLOATS = dict.fromkeys((*NORMS, BIAS), "float32")
 ALL_INT8 = dict.fromkeys(LINEARS, "int8/row float32 gptq")
+GROUPED = "int8_grouped/32 float16"
+
+
+def exact_head(count: int, tied: bool) -> str:
+    """At most a 32nd of the rows; a tied one's are the embedding's."""
+    return f"int4/32 bfloat16 gptq | {min(count, V // 32)} {GROUPED} of {EMBEDDING if tied else None}"
+
+
 PRESET_FORMS: dict[str, dict[bool, dict[str, str]]] = {
     "none": {
         True: {EMBEDDING: "lm_head", HEAD: "float32", **dict.fromkeys(LINEARS, "float32")},
         False: {EMBEDDING: "float32", HEAD: "float32", **dict.fromkeys(LINEARS, "float32")},
     },
-    "accurate": {
-        True: {EMBEDDING: "lm_head", HEAD: "int8/row float32 gptq", **ALL_INT8},
-        False: {EMBEDDING: "int8/row float32", HEAD: "int8/row float32 gptq", **ALL_INT8},
-    },
-    "balanced": {
-        True: {
-            EMBEDDING: "lm_head + int4/32 bfloat16 8192:10000",
-            HEAD: "int8/row float32 gptq 0:8192 | int4/32 bfloat16 gptq 8192:10000",
-            **ALL_INT8,
-        },
-        False: {
-            EMBEDDING: "int8/row float32",
-            HEAD: "int8/row float32 gptq 0:8192 | int4/32 bfloat16 gptq 8192:10000",
-            **ALL_INT8,
-        },
-    },
+    "accurate": {tied: {EMBEDDING: GROUPED, HEAD: exact_head(4096, tied), **ALL_INT8} for tied in (True, False)},
+    "balanced": {tied: {EMBEDDING: GROUPED, HEAD: exact_head(1024, tied), **ALL_INT8} for tied in (True, False)},
     "small": {
         tied: {
-            EMBEDDING: "lm_head + int4/32 bfloat16" if tied else "int8/row float32",
-            HEAD: "int4/32 bfloat16 gptq",
+            EMBEDDING: GROUPED,
+            HEAD: exact_head(1024, tied),
             **dict.fromkeys((Q, OUT, GATE, UP), "int4/32 bfloat16 gptq"),
             **dict.fromkeys((K, VALUES, DOWN), "int8/row float32 gptq"),
         }
@@ -122,18 +116,20 @@ def test_every_preset_parameter_by_parameter(preset: str, tied: bool) -> None:
     ("rules", "tied", "expected"),
     [
         ({"head": "int8"}, True, {EMBEDDING: "float32", HEAD: "int8/row float32"}),
-        ({"embedding": "int4"}, True, {EMBEDDING: "int4/32 float32", HEAD: "float32"}),
+        ({"embedding": "int4"}, True, {EMBEDDING: "int4/32 bfloat16", HEAD: "float32"}),
         ({"embedding": "int8"}, True, {EMBEDDING: "int8/row float32", HEAD: "float32"}),
         ({"embedding": "int4", "head": "int8"}, True, {EMBEDDING: "lm_head", HEAD: "int8/row float32"}),
         ({"embedding": "int4", "head": "int4"}, True, {EMBEDDING: "lm_head", HEAD: "int4/32 bfloat16"}),
-        ({"embedding": "int4", "head": "int8"}, False, {EMBEDDING: "int4/32 float32", HEAD: "int8/row float32"}),
+        ({"embedding": "int4", "head": "int8"}, False, {EMBEDDING: "int4/32 bfloat16", HEAD: "int8/row float32"}),
         ({"head": "int4", "group_size": 64, "rounding": "gptq"}, False,
          {EMBEDDING: "float32", HEAD: "int4/64 bfloat16 gptq"}),
-        # All rows that the vocabulary has are an int8 head, and nothing is left over.
-        ({"embedding": "int8", "head": "int4", "head_int8_rows": V}, True,
-         {EMBEDDING: "lm_head", HEAD: "int8/row float32"}),
-        ({"embedding": "int4", "head": "int4", "head_int8_rows": 100}, True,
-         {EMBEDDING: "lm_head", HEAD: "int8/row float32 0:100 | int4/32 bfloat16 100:10000"}),
+        # Four bits are too few for an embedding of eight, and a scale a row is not one a group.
+        ({"embedding": "int8", "head": "int4"}, True, {EMBEDDING: "int8/row float32", HEAD: "int4/32 bfloat16"}),
+        ({"embedding": "int8_grouped", "head": "int8"}, True, {EMBEDDING: GROUPED, HEAD: "int8/row float32"}),
+        ({"embedding": "int4", "head": "int4", "head_exact_rows": 100}, True,
+         {EMBEDDING: "lm_head", HEAD: f"int4/32 bfloat16 | 100 {GROUPED} of None"}),
+        ({"embedding": "int8_grouped", "head": "int8", "head_exact_rows": 9999}, True,
+         {EMBEDDING: GROUPED, HEAD: f"int8/row float32 | 312 {GROUPED} of {EMBEDDING}"}),
         ({"linear": "int4", "keep_int8": ("down_proj", "layers.0.mixer.q")}, True,
          {EMBEDDING: "lm_head", HEAD: "float32", **dict.fromkeys(LINEARS, "int4/32 bfloat16"),
           DOWN: "int8/row float32", Q: "int8/row float32"}),
@@ -189,8 +185,8 @@ def test_every_option_of_apples_formats(
 def test_a_tied_matrix_is_kept_by_either_of_its_names() -> None:
     for name in ("embed_tokens", "lm_head"):
         options = CoreMLOptions(weights="int4", keep_int8=(name,))
-        assert form(recipe_of(options, True).grid(EMBEDDING)) == "int8/row float16"
-        untied = {key: recipe_of(options, False).grid(key).grid for key in (EMBEDDING, HEAD)}
+        assert form(recipe_of(options, True).part(EMBEDDING)) == "int8/row float16"
+        untied = {key: recipe_of(options, False).part(key).grid for key in (EMBEDDING, HEAD)}
         assert untied == {EMBEDDING: "int4", HEAD: "int4"} | {f"{name}.weight": "int8"}
 
 
@@ -224,7 +220,7 @@ def test_every_parameter_has_a_form_and_experts_can_be_named() -> None:
             assert set(recipe.names) == {*shapes, HEAD}
             assert all(recipe[name].shape == shape for name, shape in shapes.items())
     gate = recipe["layers.0.feed_forward.experts.gate_proj"]
-    assert (gate.shape, [part.grid for part in gate.parts]) == ((4, 32, 64), ["float16"])
+    assert gate.shape == (4, 32, 64) and gate.part is not None and gate.part.grid == "float16"
     assert recipe.is_float("layers.0.feed_forward.router.weight")
 
 
@@ -240,14 +236,16 @@ def test_alike_parameters_stand_together_and_the_manifest_says_no_more_than_it_m
                    "layers.1.mixer.k_proj.weight", "layers.1.mixer.v_proj.weight"] == {
         "parameters": ["layers.0.mixer.k_proj.weight", "layers.0.mixer.v_proj.weight",
                        "layers.1.mixer.k_proj.weight", "layers.1.mixer.v_proj.weight"],
-        "shape": [KV, D], "parts": [int8],
+        "shape": [KV, D], "part": int8,
     }  # fmt: skip
-    rest = {"grid": "int4", "codes": "int4", "group_size": 32, "scales": "bfloat16", "rows": [8192, V]}
+    grouped = {"grid": "int8_grouped", "codes": "int8", "group_size": 32, "scales": "float16"}
     assert by_name[HEAD,] == {
-        "parameters": [HEAD], "shape": [V, D], "parts": [int8 | {"rows": [0, 8192]}, rest | {"gptq": True}],
+        "parameters": [HEAD], "shape": [V, D],
+        "part": {"grid": "int4", "codes": "int4", "group_size": 32, "scales": "bfloat16", "gptq": True},
+        "exact": {"count": V // 32, "part": grouped, "of": EMBEDDING},
     }  # fmt: skip
     assert by_name[EMBEDDING,] == {
-        "parameters": [EMBEDDING], "shape": [V, D], "parts": [rest], "gathered": True, "tied_to": HEAD, "shared": True,
+        "parameters": [EMBEDDING], "shape": [V, D], "part": grouped, "gathered": True, "tied_to": HEAD,
     }  # fmt: skip
 
 
@@ -267,11 +265,14 @@ FLOAT_WEIGHTS = 16 + KV + 3 * D
         (quantized(linear="int8", embedding="int8", head="int8"), False,
          LINEAR_WEIGHTS + 4 * (LINEAR_ROWS + FLOAT_WEIGHTS) + V * (D + 4), V * (D + 4)),
         # a row of 64: 32 bytes of nibbles and two groups' bfloat16 scales
-        (quantized(embedding="int8", head="int4", head_int8_rows=9000), True,
-         4 * (LINEAR_WEIGHTS + FLOAT_WEIGHTS) + 9000 * (D + 4) + 1000 * 36, 1000 * 36),
+        (quantized(embedding="int8", head="int4"), True, 4 * (LINEAR_WEIGHTS + FLOAT_WEIGHTS) + V * 36, V * (D + 4)),
+        # with exact rows: so many of them more, from the embedding's bytes, 64 and two float16 scales a row
+        (quantized(embedding="int8_grouped", head="int4", head_exact_rows=300), True,
+         4 * (LINEAR_WEIGHTS + FLOAT_WEIGHTS) + V * 36 + 300 * 68, (V - 300) * 68),
+        (quantized(embedding="int4", head="int4", head_exact_rows=300), False,
+         4 * (LINEAR_WEIGHTS + FLOAT_WEIGHTS) + V * 36 + 300 * 68, (V - 300) * 68 + V * 36),
         (quantized(embedding="int4", head="int4"), True, 4 * (LINEAR_WEIGHTS + FLOAT_WEIGHTS) + V * 36, 0),
-        # an embedding of its own keeps float32 scales
-        (quantized(embedding="int4"), True, 4 * (LINEAR_WEIGHTS + FLOAT_WEIGHTS + V * D), V * 40),
+        (quantized(embedding="int4"), True, 4 * (LINEAR_WEIGHTS + FLOAT_WEIGHTS + V * D), V * 36),
         (quantized(head="int8"), True, 4 * (LINEAR_WEIGHTS + FLOAT_WEIGHTS) + V * (D + 4), 4 * V * D),
         (CoreMLOptions(), False, 2 * (LINEAR_WEIGHTS + KV + V * D) + 4 * (FLOAT_WEIGHTS - KV), 2 * V * D),
         (CoreMLOptions(weights="palettized4", keep_int8=()), True,
@@ -311,7 +312,7 @@ def test_a_pattern_that_names_no_matrix_is_refused_unless_it_is_the_default(opti
 
 def test_a_preset_may_name_what_a_model_has_not() -> None:
     shapes = {EMBEDDING: (V, D), "layers.0.mixer.in_proj.weight": (3 * D, D)}
-    assert form(recipe_of(ExecutorchOptions(quantization=PRESETS["small"]), True, shapes).grid(
+    assert form(recipe_of(ExecutorchOptions(quantization=PRESETS["small"]), True, shapes).part(
         "layers.0.mixer.in_proj.weight")) == "int4/32 bfloat16 gptq"  # fmt: skip
     mapping = PRESETS["small"].model_dump() | {"group_size": 64}
     with pytest.raises(ConfigError, match="keep_int8: got 'down_proj'"):
@@ -337,8 +338,14 @@ def test_a_group_that_does_not_divide_is_refused(rules: dict[str, str], name: st
     [
         (quantized(linear="palettized4"), r"executorch\.quantization\.linear: got 'palettized4'; .*: int4, int8\."),
         (quantized(embedding="int4_shifted"), r"executorch\.quantization\.embedding: got 'int4_shifted'"),
-        (CoreMLOptions(weights="int4_shifted"), r"coreml\.weights: got .*: float16, int4, int8, palettized4\."),
-        (CoreAIOptions(weights="palettized4"), r"coreai\.weights: got .*: float16, int4, int4_shifted, int8\."),
+        (
+            CoreMLOptions(weights="int4_shifted"),
+            r"coreml\.weights: got .*: float16, int4, int8, int8_grouped, palettized4\.",
+        ),
+        (
+            CoreAIOptions(weights="palettized4"),
+            r"coreai\.weights: got .*: float16, int4, int4_shifted, int8, int8_grouped\.",
+        ),
     ],
 )
 def test_a_grid_that_a_format_does_not_carry_is_refused(options: FormatOptions, words: str) -> None:
@@ -355,6 +362,6 @@ def test_options_bring_the_default_of_their_weights() -> None:
 
 
 def test_a_grid_is_called_as_its_file_is() -> None:
-    assert names() == ("float16", "float32", "int4", "int4_shifted", "int8", "palettized4")
+    assert names() == ("float16", "float32", "int4", "int4_shifted", "int8", "int8_grouped", "palettized4")
     assert all(grid(name).name == name for name in names())
     assert "exporter.grids.base" in sys.modules and "base" not in names()

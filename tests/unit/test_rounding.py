@@ -41,7 +41,7 @@ def test_every_matrix_is_rounded_once_and_a_tied_one_stays_tied(options: Reduced
     round_weights(decoder, recipe)
     assert (decoder.lm_head.weight is decoder.embed_tokens.weight) == tied
     for name, weight in float_decoder.named_parameters():
-        kept = recipe.grid(name)
+        kept = recipe.part(name)
         reduced = weight.ndim == 2 and name.endswith(".weight") and options.weights != "float16"
         assert kept.is_float != reduced
         want = store(weight, kept).values() if reduced else weight

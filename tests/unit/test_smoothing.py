@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -18,13 +17,11 @@ from tiny_models import (  # noqa: F401
     states_of,
     token_ids,
 )  # fmt: skip
-from toy import BOS, byte_tokenizer
 
-from exporter.english import CHAPTERS, english_text
 from exporter.model.decoder import Decoder
 from exporter.quantization import calibration, smoothing
-from exporter.quantization.calibration import HEAD, calibration_ids, calibration_text, observe, sites
-from exporter.spec import MLPSpec, TokenizerSpec
+from exporter.quantization.calibration import HEAD, observe, sites
+from exporter.spec import MLPSpec
 
 IDS = token_ids(60)
 BIASED = model(
@@ -38,16 +35,20 @@ def in_two(site: str, channels: int) -> list[int]:
     return [channels // 3, channels - channels // 3]
 
 
-def observed(decoder: Decoder, ids: list[int] = IDS, moments: bool = True) -> dict[str, calibration.Inputs]:
+def observed(
+    decoder: Decoder, passages: Sequence[list[int]] = (IDS,), moments: bool = True
+) -> dict[str, calibration.Inputs]:
     found = {}
-    for n, inputs in observe(decoder, torch.tensor([ids]), in_two if moments else lambda _, channels: []):
+    for n, inputs in observe(
+        decoder, [torch.tensor([ids]) for ids in passages], in_two if moments else lambda _, channels: []
+    ):
         found.update({name if n is None else f"layers.{n}.{name}": value for name, value in inputs.items()})
     return found
 
 
 def fold(decoder: Decoder) -> dict[str, calibration.Inputs]:
     found = {}
-    for n, inputs in observe(decoder, torch.tensor([IDS]), in_two):
+    for n, inputs in observe(decoder, [torch.tensor([IDS])], in_two):
         if n is None:
             smoothing.fold_head(decoder, inputs[HEAD])
         else:
@@ -61,29 +62,29 @@ def whole(decoder: Decoder, ids: list[int] = IDS) -> dict[int, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_is_observed_is_what_one_call_feeds_the_linears(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In chunks of 13 here, longer than a ring; in one call there."""
-    monkeypatch.setattr(calibration, "CHUNK", 13)
+def test_what_is_observed_is_what_each_passage_feeds_the_linears(name: str) -> None:
+    """Both together, as if each were alone; longer than a ring."""
+    passages = IDS[:13], IDS[13:]
     decoder = decoder_of(FAMILIES[name])
-    fed: dict[str, torch.Tensor] = {}
+    fed: dict[str, list[torch.Tensor]] = {}
     linears = {f"layers.{n}.{site}" for n, layer in enumerate(decoder.layers) for site in sites(layer)} | {HEAD}
     for linear in linears:
         decoder.get_submodule(linear).register_forward_pre_hook(
-            lambda _, arguments, linear=linear: fed.__setitem__(linear, arguments[0][0])
+            lambda _, arguments, linear=linear: fed.setdefault(linear, []).append(arguments[0][0])
         )
-    hidden = decoder.hidden_states(torch.tensor([IDS]), torch.zeros(1, len(IDS)), states_of(decoder), False)
-    decoder.logits(hidden)
+    for ids in passages:
+        decoder.logits(decoder.hidden_states(torch.tensor([ids]), torch.zeros(1, len(ids)), states_of(decoder), False))
     for module in decoder.modules():
         module._forward_pre_hooks.clear()
-    found = observed(decoder)
+    found = observed(decoder, passages)
     assert set(found) == linears
     for linear, inputs in found.items():
-        x = fed[linear]
+        x = torch.cat(fed[linear])
         torch.testing.assert_close(inputs.fourth, x.pow(4).mean(0), rtol=1e-3, atol=1e-9)
         for moments, own in zip(inputs.moments, x.split(in_two(linear, x.shape[1]), 1), strict=True):
             want = own.T @ own / len(IDS)
             torch.testing.assert_close(moments, want, rtol=1e-3, atol=1e-4 * float(want.abs().max()))
-    assert all(not inputs.moments for inputs in observed(decoder, moments=False).values())
+    assert all(not inputs.moments for inputs in observed(decoder, passages, moments=False).values())
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -139,26 +140,6 @@ def test_an_untied_head_leaves_the_embedding_alone() -> None:
     rows = table.weight.clone()
     fold(decoder)
     assert decoder.embed_tokens is table and torch.equal(table.weight, rows)
-
-
-def tokenizer_in(folder: Path) -> Path:
-    byte_tokenizer().save(str(folder / "tokenizer.json"))
-    return folder
-
-
-@pytest.mark.parametrize("add_bos", [False, True])
-def test_calibration_ids_are_the_same_every_time_and_never_those_compared_on(tmp_path: Path, add_bos: bool) -> None:
-    spec: dict[str, Any] = {"bos_token_id": BOS, "eos_token_ids": (), "add_bos": add_bos, "has_chat_template": False}
-    folder = tokenizer_in(tmp_path)
-    ids = calibration_ids(folder, TokenizerSpec(**spec), 10_000)
-    assert ids.shape == (1, calibration.TOKENS) and ids.dtype == torch.int64
-    assert (ids[0, 0] == BOS) == add_bos
-    assert torch.equal(ids, calibration_ids(folder, TokenizerSpec(**spec), 10_000))
-    assert torch.equal(ids[:, :100], calibration_ids(folder, TokenizerSpec(**spec), 100))
-    assert not set(calibration.CHAPTERS) & set(CHAPTERS)
-    compared = {" ".join(p.split()) for p in english_text().split("\n\n")}
-    own = [" ".join(p.split()) for p in calibration_text().split("\n\n")]
-    assert not compared & set(own) and len(" ".join(own)) > 6 * calibration.TOKENS
 
 
 def test_a_model_over_int8_caches_is_observed_too() -> None:

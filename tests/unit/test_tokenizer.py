@@ -12,8 +12,9 @@ from exporter.checkpoint import Checkpoint, open_checkpoint
 from exporter.config import CheckpointConfig
 from exporter.english import english_ids
 from exporter.errors import CheckpointError
-from exporter.quantization.calibration import calibration_ids
+from exporter.quantization.passages import calibration
 from exporter.spec import TokenizerSpec
+from exporter.text.encoder import Encoder
 from exporter.text.files import load_tokenizer
 from exporter.tokenizer import write_tokenizer
 
@@ -213,7 +214,7 @@ def test_whoever_loads_a_tokenizer_neither_clips_nor_fills(tmp_path: Path, batch
     spec = TokenizerSpec(bos_token_id=256, eos_token_ids=(), add_bos=True, has_chat_template=False)
     assert len(load_tokenizer(tmp_path / "tokenizer.json").encode("a" * 20).ids) == 20
     assert len(english_ids(tmp_path / "tokenizer.json", spec, 100)) == 100
-    assert calibration_ids(tmp_path, spec, 100).shape == (1, 100)
+    assert {ids.shape for ids in calibration(Encoder(tmp_path, spec), 100).passages} == {(1, 100)}
 
 
 @pytest.mark.parametrize(

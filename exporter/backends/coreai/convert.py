@@ -28,7 +28,7 @@ def convert(programs: dict[str, ExportedProgram], interfaces: Mapping[str, Metho
         MissingPackageError: coreai-torch or, for int4, coreai-opt is not installed.
         UnsupportedModelError: coreai-torch cannot convert an operator of the model.
     """
-    reduced = {name: grid for name in recipe.names if (grid := recipe.grid(name)).codes != "float32"}
+    reduced = {name: grid for name in recipe.names if (grid := recipe.part(name)).codes != "float32"}
     converting = converter(reduced)
     tensors = next(iter(programs.values())).state_dict
     matrices = {tensors[f"{ROOT}{name}"].data_ptr() for name in reduced}

@@ -36,7 +36,7 @@ def compress(program: Program, twin: torch.nn.Module, recipe: Recipe) -> int:
     """
     rounded = set(recipe.rounded)
     named = ((name, parameter) for name, parameter in _named_as_decoder(twin) if name in rounded)
-    by_memory = {parameter.data_ptr(): recipe.grid(name) for name, parameter in named}
+    by_memory = {parameter.data_ptr(): recipe.part(name) for name, parameter in named}
     known: dict[tuple[Any, ...], Emit] = {}
     for function in program.functions.values():
         with function:

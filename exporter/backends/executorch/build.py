@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from exporter.backends.base import Built, Step, program_spec
 from exporter.backends.executorch.checks import check_lowered, runtime_registry
 from exporter.backends.executorch.file import read_pte
-from exporter.backends.executorch.kernels import ExecutorchKernels, StockKernels
+from exporter.backends.executorch.kernels import ExecutorchKernels, StockKernels, use_mixed_linear
 from exporter.backends.executorch.lower import lower
 from exporter.backends.executorch.options import ExecutorchOptions
 from exporter.backends.executorch.traits import TRAITS
@@ -41,6 +41,8 @@ def build(
 ) -> Built:
     """See `BuildModule.build`."""
     check_codes(decoder)
+    if options.kernels == "ring":
+        use_mixed_linear(decoder)
     with step(f"trace {' and '.join(PROGRAMS)}"):
         programs = {name: trace(decoder, kind, limits) for name, kind in PROGRAMS.items()}
     contracts = graph_contracts(decoder, limits)

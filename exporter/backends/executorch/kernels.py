@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from executorch.exir.passes import _quant_patterns_and_replacements  # noqa: F401  defines mixed_linear
 from executorch.extension.llm.custom_ops import custom_ops  # noqa: F401  registers llama::*
 from executorch.kernels import quantized  # noqa: F401  registers the out variants of quantized_decomposed::*
 from torch.ao.quantization.fx import _decomposed  # noqa: F401  registers quantized_decomposed::*
 
 from exporter.cache import masks, plain, storage
 from exporter.cache.interface import Extras, States, check_single_query
+from exporter.quantization.modules import ExactHead, rows_times
 
 
 class RingKVCache(plain.RingKVCache):
@@ -169,3 +171,27 @@ class StockKernels(ExecutorchKernels):
         if rows[0].dtype != torch.int8:
             return query, rows
         return self.int8_rows.round_query(query), self.int8_rows.decode(rows)
+
+
+_MIXED_LINEAR = torch.library.Library("quantized_decomposed", "IMPL")
+"""ExecuTorch declares the operator and has a kernel for it, but nothing that eager or a trace could call."""
+_MIXED_LINEAR.impl(
+    "mixed_linear",
+    lambda x, codes, scales, zeros, dtype=None: rows_times(x, codes, scales),
+    "CompositeExplicitAutograd",
+)
+torch.library.register_fake(
+    "quantized_decomposed::mixed_linear", lambda x, codes, *_: x.new_empty(x.shape[0], codes.shape[0])
+)
+
+
+def mixed_linear(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """`rows_times` as one operator, of which `native/` has a fast kernel."""
+    return torch.ops.quantized_decomposed.mixed_linear(x, codes, scales, None)
+
+
+def use_mixed_linear(decoder: torch.nn.Module) -> None:
+    """Let exact heads multiply by `mixed_linear`."""
+    for module in decoder.modules():
+        if isinstance(module, ExactHead):
+            module.rows_times = mixed_linear

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import field_validator
 
 from exporter.grids import names
 from exporter.recipe import decoder_recipe
-from exporter.spec import HEAD, PRESETS, FormatOptions, Promise, QuantizationSpec, Recipe, promise_of
+from exporter.spec import (
+    HEAD,
+    PRESETS,
+    QUALITY_PROMISES,
+    FormatOptions,
+    Promise,
+    QuantizationSpec,
+    Recipe,
+    nearest_preset,
+    promise_of,
+)
 
 if TYPE_CHECKING:
     from exporter.grids.base import Grid
@@ -54,6 +64,14 @@ class ExecutorchOptions(FormatOptions):
     def stated_max_kl(self) -> float | None:
         return self.quantization.max_kl_divergence
 
+    @property
+    def preset(self) -> str | None:
+        name = nearest_preset(self.quantization)
+        return name if name in QUALITY_PROMISES else None
+
+    def with_preset(self, name: str) -> Self:
+        return self.model_copy(update={"quantization": PRESETS[name]})
+
     def recipe(self, shapes: Mapping[str, tuple[int, ...]], tied: bool) -> Recipe:
         return decoder_recipe(
             self.quantization, shapes, tied, owner="executorch.quantization", carries=carries, scales=scales
@@ -65,8 +83,8 @@ class ExecutorchOptions(FormatOptions):
             return "float32"
         rules, bits = self.quantization, recipe.weight_bits
         head = f"head {rules.head}"
-        if rules.head_int8_rows:
-            head += f" but {min(rules.head_int8_rows, recipe[HEAD].shape[0])} rows"
+        if (exact := recipe[HEAD].exact) is not None:
+            head += f" with {exact.count} exact rows"
         kinds = [f"linear {rules.linear}", f"embedding {rules.embedding}", head]
         kinds += ["smoothed"] * rules.smooth + ["gptq"] * (rules.rounding == "gptq")
         return f"{', '.join(kinds)}; {bits.read:.2f} bits a weight read for a token, {bits.stored:.2f} stored"
@@ -80,5 +98,7 @@ def carries(grid: Grid) -> bool:
 
 
 def scales(grid: Grid) -> str:
-    """The dtype in which XNNPACK keeps them."""
+    """The dtype in which XNNPACK keeps them, and a table that it does not multiply."""
+    if grid.name == "int8_grouped":
+        return "float16"
     return "bfloat16" if grid.grouped else "float32"
