@@ -8,7 +8,7 @@ MODEL ?= gemma3_270m
 BUNDLES ?= gemma3_270m=bundles/gemma3_270m gemma3_270m=bundles/gemma3_270m_balanced smollm2_135m=bundles/smollm2_135m
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint real apple peers bench-peers scaling results clean
+.PHONY: demo test lint real apple peers bench-peers quality scaling results clean
 
 # The environment is rebuilt when a pin changes.
 $(VENV)/.installed: pyproject.toml requirements/constraints.txt requirements/models.txt
@@ -54,6 +54,11 @@ peers: $(VENV)/.installed
 # Our bundles and the peers by turns. About 45 minutes on a machine that does nothing else.
 bench-peers: $(foreach bundle,$(BUNDLES),$(lastword $(subst =, ,$(bundle)))/manifest.json) $(VENV)/.installed
 	$(BIN)/python bench/bench_peers.py $(addprefix --bundle ,$(BUNDLES))
+	$(BIN)/python bench/results.py
+
+# Bundles beside float32 on fourteen kinds of text. About ten minutes.
+quality: $(foreach bundle,$(BUNDLES),$(lastword $(subst =, ,$(bundle)))/manifest.json) $(VENV)/.installed
+	$(BIN)/python bench/quality.py $(addprefix --bundle ,$(BUNDLES))
 	$(BIN)/python bench/results.py
 
 # What exports of random models of several sizes cost. About 20 minutes.

@@ -32,6 +32,7 @@ def config_of(model: str, variant: str) -> Any:
 
     quantization, cache, global_cache = VARIANTS[variant]
     overrides = {"executorch.quantization": quantization, "cache.dtype": cache, "cache.global_dtype": global_cache}
+    overrides["quality"] = "accept"  # whatever a preset comes to here is a result
     return load_config(ROOT / "configs" / f"{model}.yaml", overrides)
 
 

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import typer
-from sections import apple_models, export_scaling, peers, real_models
+from sections import apple_models, export_scaling, peers, quality, real_models
 from sections.common import Run
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 SECTIONS: dict[str, Callable[[Sequence[Run]], str]] = {
+    "quality": quality.section,
     "peers": peers.section,
     "real-models": real_models.section,
     "apple-models": apple_models.section,
