@@ -102,7 +102,7 @@ def read_bundle(path: Path | str, *, verify_files: bool = True) -> Bundle:
     manifest = _read_manifest(root)
     for name, expected in manifest.files.items() if verify_files else ():
         file = root / name
-        if not file.is_file():
+        if not os.path.isfile(file):
             raise BundleError(
                 f"bundle {root.name}",
                 got=f"no file {name}",

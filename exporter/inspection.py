@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -70,7 +71,7 @@ def inspect(path: Path, contract: ContractFile | None = None) -> Inspection:
         GraphContractError: the file is no program, or not one with these methods and inputs.
     """
     format = format_of_suffix(path.suffix)  # a missing .pte is a missing file, not a missing bundle
-    if format is None and not path.is_file():
+    if format is None and not os.path.isfile(path):
         return _inspect_bundle(path, contract)
     return _inspect_file(path, formats()[0] if format is None else format, contract)
 

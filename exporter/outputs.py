@@ -72,7 +72,7 @@ def _target(path: Path) -> tuple[Path, bool]:
         OSError: it can be no output.
     """
     target = Path(os.path.realpath(path))
-    if not target.parent.is_dir():
+    if not os.path.isdir(target.parent):
         raise FileNotFoundError(errno.ENOENT, "no such directory", str(target.parent))
     try:
         mode = target.stat().st_mode

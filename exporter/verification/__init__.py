@@ -9,6 +9,7 @@ from exporter.spec import EAGER, FLOAT
 from exporter.verification.by_parts import compare_model_with_transformers
 from exporter.verification.compare import (
     BASELINE,
+    LAYERS,
     RECORDED,
     REFERENCE_FILE,
     TRANSFORMERS,
@@ -39,6 +40,7 @@ __all__ = [
     "BASELINE",
     "EAGER",
     "FLOAT",
+    "LAYERS",
     "RECORDED",
     "REFERENCE_FILE",
     "TRANSFORMERS",

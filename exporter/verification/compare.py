@@ -18,6 +18,7 @@ from runtime_ref.session import Session
 REFERENCE_FILE = "reference.safetensors"
 TOP = 64
 RECORDED, BASELINE, TRANSFORMERS = "float eager, as recorded", "(eager against float eager)", "transformers"
+LAYERS = "(eager's layers under the float head)"
 
 
 class Differences:
@@ -79,7 +80,8 @@ def compare_with_eager(program: Run, eager: Run, original: Run) -> list[Comparis
     Args:
         program: of the program that ships.
         eager: of the decoder it was traced from, on plain caches.
-        original: of the decoder before quantisation on float32 caches; `eager` itself when nothing was quantised.
+        original: of the decoder before quantisation on float32 caches; `eager` itself when nothing was quantised. If it
+            had the layers of `eager` beside it, these are compared under the float head too.
     """
     comparisons = [compare(EAGER, program, eager)]
     if original is not eager:
@@ -87,6 +89,8 @@ def compare_with_eager(program: Run, eager: Run, original: Run) -> list[Comparis
         manifest = program.state.manifest
         states = not manifest.program.scaled_states
         comparisons += [compare(FLOAT, program, original, states), compare(BASELINE, eager, original, states)]
+        if original.beside is not None:
+            comparisons.append(compare(LAYERS, eager._replace(logits=original.beside), original, states=False))
     return comparisons
 
 

@@ -32,7 +32,7 @@ def eager_runs(
             return own, own
         with progress.step("read and run float eager"):
             original = Decoder.unread(checkpoint.spec, on_floats.states, PlainKernels())
-            return own, run_by_layers(on_floats, original, calls, checkpoint.reader(shapes))
+            return own, run_by_layers(on_floats, original, calls, checkpoint.reader(shapes), own.hidden)
     if not program.recipe.rounded:
         return own, own
     with progress.step("read and round weights"):

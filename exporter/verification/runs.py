@@ -1,6 +1,6 @@
 """Runs models on the calls that verification makes: a session's program, or an eager model layer by layer.
 
-Letters: V vocab_size. What the runs said is compared in `compare`.
+Letters: V vocab_size, D hidden_size, n calls. What the runs said is compared in `compare`.
 """
 
 from __future__ import annotations
@@ -86,10 +86,16 @@ def long_schedule(pieces: list[int], chunk: int, count: int) -> list[int]:
 
 
 class Run(NamedTuple):
-    """What a model made of some calls: its state after the last, and the logits ``[V]`` of each."""
+    """What a model made of some calls: its state after the last, and the logits ``[V]`` of each.
+
+    Of an eager model also what its layers gave of each call's last token, ``[1, n, D]``; and `beside`, the logits that
+    its own norm and head make of what another model's layers gave.
+    """
 
     state: State
     logits: list[torch.Tensor]
+    hidden: torch.Tensor | None = None
+    beside: list[torch.Tensor] | None = None
 
 
 def run(session: Session, calls: Calls) -> Run:
@@ -99,9 +105,13 @@ def run(session: Session, calls: Calls) -> Run:
 
 
 @torch.no_grad()
-def run_by_layers(manifest: Manifest, decoder: Decoder, calls: Calls, read: ReadParameter = all_read) -> Run:
+def run_by_layers(
+    manifest: Manifest, decoder: Decoder, calls: Calls, read: ReadParameter = all_read,
+    other: torch.Tensor | None = None,
+) -> Run:  # fmt: skip
     """`run` of an eager model, one layer after the other: each does its part of all calls before the next one is
-    looked at, so of an unread `decoder` no more than a layer or a table is held, and the head is read once."""
+    looked at, so of an unread `decoder` no more than a layer or a table is held, and the head is read once. `other` is
+    the `hidden` of another model's run."""
     state, spans = State(manifest), list(calls.spans())
     state.ensure_rows(spans[-1][1])
     state.advance(calls.ids[: spans[-1][1]])
@@ -118,4 +128,5 @@ def run_by_layers(manifest: Manifest, decoder: Decoder, calls: Calls, read: Read
         pass
     last = torch.cat([rows[:, -1:] for rows in hidden], 1)
     with decoder.reading("norm", read), decoder.reading("lm_head", read):
-        return Run(state, list(decoder.logits(last)[0]))
+        beside = None if other is None else list(decoder.logits(other)[0])
+        return Run(state, list(decoder.logits(last)[0]), last, beside)

@@ -11,6 +11,7 @@ from toy import toy_bundle, toy_manifest
 
 from exporter.bundle import MANIFEST_NAME, read_bundle, write_bundle
 from exporter.errors import BundleError
+from exporter.inspection import inspect
 
 
 def everything(directory: Path) -> dict[str, bytes]:
@@ -192,3 +193,18 @@ def test_no_manifest(tmp_path: Path, content: str | None) -> None:
         read_bundle(tmp_path / "toy")
     with pytest.raises(BundleError, match="no such directory"):
         read_bundle(tmp_path / "nowhere")
+
+
+def test_names_that_no_file_system_takes_are_names_of_nothing(tmp_path: Path) -> None:
+    long = "x" * 300
+    with pytest.raises(BundleError, match="File name too long"):
+        read_bundle(tmp_path / long)
+    with pytest.raises(BundleError, match="File name too long"):
+        inspect(tmp_path / long)
+    toy_bundle(tmp_path / "toy")
+    file = tmp_path / "toy" / MANIFEST_NAME
+    manifest = json.loads(file.read_text())
+    manifest["files"][long] = {"bytes": 1, "sha256": "0"}
+    file.write_text(json.dumps(manifest))
+    with pytest.raises(BundleError, match=f"no file {long}"):
+        read_bundle(tmp_path / "toy")
