@@ -102,7 +102,9 @@ def test_the_first_rows_are_eagers_to_the_bit(int8_cache_bundle: Path) -> None:
 
 def test_the_export_recorded_what_int8_costs(int8_cache_bundle: Path) -> None:
     recorded = {c.reference: c for c in read_bundle(int8_cache_bundle).manifest.verification}
-    assert set(recorded) == {verification.TRANSFORMERS, verification.EAGER, verification.FLOAT, verification.BASELINE}
+    assert set(recorded) == {
+        verification.TRANSFORMERS, verification.EAGER, verification.FLOAT, verification.BASELINE, verification.LAYERS
+    }  # fmt: skip
     assert 0 < recorded[verification.BASELINE].mean_kl_divergence < 1e-4
     (again,) = pipeline.verify_bundle(int8_cache_bundle, None, Progress.silent())
     assert again.reference == verification.RECORDED and again.mean_kl_divergence > 0

@@ -13,7 +13,7 @@ import results
 from sections import apple_models, export_scaling, real_models
 from sections.common import side_by_side
 
-NAMES = ("peers", "real-models", "apple-models", "export-scaling")
+NAMES = ("quality", "peers", "real-models", "apple-models", "export-scaling")
 
 
 def test_the_committed_page_is_that_of_the_committed_figures() -> None:
