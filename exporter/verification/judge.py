@@ -36,9 +36,9 @@ BOUNDS: dict[Rounding, Bounds] = {
 }
 OWN_SHARE, OWN_FLOOR = 2.0, 1e-4
 """A program that rounds as its eager model does is as near to it, in mean KL divergence, as that many times what the
-eager model's layers are from the float ones, and that much. Where two runs round borderline values apart, each is off by about
-that divergence on its own, so they differ by twice as much; the rest is what attention in bfloat16 adds. The largest
-share that was measured is 1.26, of SmolLM2 135M in int8."""
+eager model's layers are from the float ones, and that much. Where two runs round borderline values apart, each is off
+by about that divergence on its own, so they differ by twice as much; the rest is what attention in bfloat16 adds. The
+largest share that was measured is 1.26, of SmolLM2 135M in int8."""
 FLOAT_MAX, FLOAT_MEAN = 1e-2, 1e-3
 """Of the difference of logits between a program of floats and a float model, the largest and the mean."""
 MODEL_MAX = 2e-5
