@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from bench_peers import parse_bundles
 from measuring import RESULTS, Results, in_process
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,16 +46,15 @@ def main(
     results = Results(RESULTS / "quality.json", keep=resume)
     results.own["positions"] = positions
     models = results.own.setdefault("models", {})
-    for text in bundle:
-        model, _, directory = text.partition("=")
-        place = Path(directory).resolve()
-        config = load_config(ROOT / "configs" / f"{model}.yaml")
+    for model, places in parse_bundles(bundle).items():
+        checkpoint = open_source(load_config(ROOT / "configs" / f"{model}.yaml")).checkpoint
         row = models.setdefault(model, {})
-        if place.name in row:
-            continue
-        print(f"{model}: {place.name}", flush=True)
-        row[place.name] = in_process(quality, place, open_source(config).checkpoint.path, positions)
-        results.save()
+        for name, place in places.items():
+            if name in row:
+                continue
+            print(f"{model}: {name}", flush=True)
+            row[name] = in_process(quality, place, checkpoint.path, positions)
+            results.save()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import secrets
 import shutil
@@ -63,6 +64,19 @@ def written(path: Path) -> Iterator[Path]:
         yield partial
         with partial.open("rb") as source, target.open("wb", buffering=0) as sink:
             shutil.copyfileobj(source, sink)
+
+
+def write_json(owner: str, path: Path, content: object) -> None:
+    """Write `content` to `path` as JSON.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        with written(path) as partial:
+            partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise cannot_write(owner, path, error) from error
 
 
 def _target(path: Path) -> tuple[Path, bool]:

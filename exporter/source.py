@@ -29,6 +29,7 @@ class Source:
     checkpoint: Checkpoint
     limits: Limits
     _recipes: dict[str, Recipe] = field(default_factory=dict, init=False, repr=False)
+    _calibration: list[Calibration] = field(default_factory=list, init=False, repr=False)
 
     def states(self, target: str) -> tuple[StateSpec, ...]:
         """The state as the programs of `target` take it.
@@ -56,13 +57,17 @@ class Source:
         own = self.config.calibration
         return None if own is None else hashlib.sha256(own.read_bytes()).hexdigest()
 
-    def calibration(self, encoder: Encoder) -> Calibration:
-        """The texts that calibrate.
+    def calibration(self, bundle: Path, tokenizer: TokenizerSpec) -> Calibration:
+        """The texts that calibrate, as the tokenizer in `bundle` has them; worked out once.
 
         Raises:
             ConfigError: the config's own cannot be read, or is too short.
         """
-        return calibration(encoder, self.limits.max_context_length, self.config.calibration)
+        if not self._calibration:
+            encoder = Encoder(bundle / "tokenizer", tokenizer)
+            own = calibration(encoder, self.limits.max_context_length, self.config.calibration)
+            self._calibration.append(own)
+        return self._calibration[0]
 
 
 def open_source(config: ExportConfig) -> Source:
@@ -98,7 +103,7 @@ def program_decoder(source: Source, target: str, bundle: Path, tokenizer: Tokeni
     with progress.step("read and quantise") as detail:
         passages = []
         if recipe.is_calibrated:
-            passages = source.calibration(Encoder(bundle / "tokenizer", tokenizer)).passages
+            passages = source.calibration(bundle, tokenizer).passages
             release_freed_memory()  # a tokenizer's
             tokens = sum(ids.shape[1] for ids in passages)
             detail(f"calibrated on {tokens} tokens of {len(passages)} passages")

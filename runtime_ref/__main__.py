@@ -15,7 +15,7 @@ from exporter.bundle import Bundle, read_bundle
 from exporter.console import results, run
 from exporter.errors import ConfigError
 from exporter.lengths import parse_lengths
-from exporter.outputs import check_output
+from exporter.outputs import check_output, write_json
 from exporter.units import in_unit
 from runtime_ref.memory import context_costs, planned_usage
 
@@ -170,7 +170,7 @@ def bench(
     """Measure load, prefill, decode, memory and likelihood, and how near decoding comes to the memory's bandwidth."""
     from runtime_ref.bench import bench as measure
     from runtime_ref.bench import english_tokens
-    from runtime_ref.bench_report import tables, write_json
+    from runtime_ref.bench_report import as_json, tables
     from runtime_ref.programs import choose
 
     opened = choose(read_bundle(bundle), format)
@@ -186,7 +186,7 @@ def bench(
     for table in tables(found):
         console.print(table)
     if json_file is not None:
-        write_json(json_file, found)
+        write_json("--json", json_file, as_json(found))
 
 
 @app.command()
@@ -213,7 +213,7 @@ def quality(
     from exporter.console import messages
     from exporter.quality.table import quality_table, recorded_table
     from runtime_ref.programs import choose, prepare_runtime
-    from runtime_ref.quality import chosen_domains, open_reference, write_json
+    from runtime_ref.quality import chosen_domains, open_reference
     from runtime_ref.quality import quality as measure
 
     opened = choose(read_bundle(bundle), format)
@@ -242,7 +242,8 @@ def quality(
         )  # fmt: skip
     results().print(quality_table(f"{opened.manifest.name}, {program.format}, {program.weights}", found))
     if json_file is not None:
-        write_json(json_file, opened.manifest.name, program.weights, found)
+        content = {"bundle": opened.manifest.name, "weights": program.weights}
+        write_json("--json", json_file, content | {"domains": [one.model_dump() for one in found]})
 
 
 def _session(bundle: Bundle) -> Session:

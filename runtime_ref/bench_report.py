@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from exporter.machine import machine
-from exporter.outputs import cannot_write, written
 from exporter.units import in_unit
 from runtime_ref.bench import Bench, Length
 
@@ -33,19 +30,6 @@ def as_json(found: Bench) -> dict[str, Any]:
     """Every figure, with the date, the machine and the versions beside them."""
     when = datetime.datetime.now().isoformat(timespec="seconds")
     return {"date": when, "machine": machine(), "versions": versions(), **dataclasses.asdict(found)}
-
-
-def write_json(path: Path, found: Bench) -> None:
-    """Write `as_json` to `path`.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    try:
-        with written(path) as partial:
-            partial.write_text(json.dumps(as_json(found), indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise cannot_write("--json", path, error) from error
 
 
 def mb(size: float) -> str:

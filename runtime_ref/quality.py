@@ -5,7 +5,6 @@ Letters: V vocab_size, n scored positions.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,7 +14,6 @@ import torch
 
 from exporter.bundle import Bundle, read_bundle
 from exporter.errors import BundleError, ConfigError
-from exporter.outputs import cannot_write, written
 from exporter.quality.domains import DOMAINS, Domain, Passage, passages_of
 from exporter.quality.scores import DomainScores
 from exporter.quiet import quieten_libraries
@@ -38,6 +36,14 @@ class Reference(Protocol):
         ...
 
 
+def passage_logits(session: Session, passage: Passage) -> Iterator[torch.Tensor]:
+    """Logits ``[V]`` of every scored position, from an empty session: the first tokens together, then one by one."""
+    session.reset()
+    yield session.prefill(passage.ids[: passage.first])
+    for token in passage.ids[passage.first : -1]:
+        yield session.decode(token)
+
+
 class BundleReference:
     """The program of a bundle; that of one exported without quantisation says what the float model says."""
 
@@ -47,10 +53,7 @@ class BundleReference:
 
     def logits(self, passage: Passage) -> Iterator[torch.Tensor]:
         """See `Reference`."""
-        self._session.reset()
-        yield self._session.prefill(passage.ids[: passage.first])[None]
-        for token in passage.ids[passage.first : -1]:
-            yield self._session.decode(token)[None]
+        return (row[None] for row in passage_logits(self._session, passage))
 
 
 class TransformersReference:
@@ -150,28 +153,10 @@ def quality(
             continue
         scores, done = DomainScores(domain.name), 0
         for passage in passages:
-            session.reset()
-            logits = session.prefill(passage.ids[: passage.first])
-            position = passage.first
-            for rows in reference.logits(passage):
-                for want in rows:
-                    scores.add(want[None], logits[None], torch.tensor([passage.ids[position]]))
-                    position, done = position + 1, done + 1
-                    if position < len(passage.ids):
-                        logits = session.decode(passage.ids[position - 1])
-                    watch(domain.name, done, total)
+            wanted = (want for rows in reference.logits(passage) for want in rows)
+            followings = passage.ids[passage.first :]
+            for want, got, following in zip(wanted, passage_logits(session, passage), followings, strict=True):
+                scores.add(want[None], got[None], torch.tensor([following]))
+                done += 1
+                watch(domain.name, done, total)
         yield scores.score()
-
-
-def write_json(path: Path, manifest_name: str, weights: str, scores: Sequence[DomainScore]) -> None:
-    """Write the scores to `path`.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    content = {"bundle": manifest_name, "weights": weights, "domains": [one.model_dump() for one in scores]}
-    try:
-        with written(path) as partial:
-            partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise cannot_write("--json", path, error) from error

@@ -141,6 +141,13 @@ class Decoder(torch.nn.Module):
             for i, place in self.layer_states[n]
         ]
 
+    def fresh_states(self, n: int, lengths: Iterable[int]) -> Iterator[list[torch.Tensor]]:
+        """Layer n's own states, in the order of the plan, for one text after the other: zeros, of as many rows as texts
+        of these lengths need."""
+        specs = [self.states[i] for i, _ in self.layer_states[n]]
+        for rows in lengths:
+            yield [torch.zeros((1, s.rows_for(rows), *s.row_shape), dtype=getattr(torch, s.dtype)) for s in specs]
+
     def through_layers(
         self, hidden: list[torch.Tensor], calls: Sequence[Call],
         states: Callable[[int], Iterable[list[torch.Tensor]]],

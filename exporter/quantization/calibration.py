@@ -101,18 +101,13 @@ def observe(
     Raises:
         CheckpointError: an input is not finite.
     """
-    total = sum(ids.shape[1] for ids in passages)
+    lengths = [ids.shape[1] for ids in passages]
+    total = sum(lengths)
     if decoder.spec.tie_word_embeddings:  # the table is the head's too, which comes last
         decoder.read_part("embed_tokens", read)
     with decoder.reading("embed_tokens", read):
         hidden = [decoder.embed(ids) for ids in passages]
     found: dict[str, Inputs] = {}
-
-    def states(n: int) -> Iterator[list[torch.Tensor]]:
-        specs = [decoder.states[i] for i, _ in decoder.layer_states[n]]
-        for ids in passages:
-            rows = ids.shape[1]
-            yield [torch.zeros((1, s.rows_for(rows), *s.row_shape), dtype=getattr(torch, s.dtype)) for s in specs]
 
     @contextmanager
     def watched(n: int) -> Iterator[None]:
@@ -125,8 +120,8 @@ def observe(
         for hook in hooks:
             hook.remove()
 
-    calls = [decoder.call(ids.shape[1], 0, write_first=False) for ids in passages]
-    for n in decoder.through_layers(hidden, calls, states, watched):
+    calls = [decoder.call(length, 0, write_first=False) for length in lengths]
+    for n in decoder.through_layers(hidden, calls, lambda n: decoder.fresh_states(n, lengths), watched):
         _check_finite(f"layers.{n}.", found)
         yield n, found
         found.clear()

@@ -34,8 +34,9 @@ def quality_floats(bundle: Bundle, source: Source, progress: Progress) -> Iterat
     if source.config.options(manifest.program.format).preset is None:
         yield None
         return
+    held_out = source.calibration(bundle.path, manifest.tokenizer).held_out
     encoder = Encoder(bundle.path / "tokenizer", manifest.tokenizer)
-    texts = short_texts(encoder, manifest.max_context_length, source.calibration(encoder).held_out)
+    texts = short_texts(encoder, manifest.max_context_length, held_out)
     with ExitStack() as stack:
         with progress.step("run float eager on texts") as detail:
             floats = stack.enter_context(float_logits(source.checkpoint, manifest, texts, bundle.path.parent))
@@ -92,7 +93,7 @@ def _preset_that_holds(bundle: Bundle, broken: str, source: Source, floats: Floa
         options = source.config.options(format).with_preset(name)
         shapes = parameter_shapes(checkpoint.spec)
         decoder = Decoder.unread(checkpoint.spec, source.states(format), PlainKernels())
-        passages = source.calibration(Encoder(bundle.path / "tokenizer", manifest.tokenizer)).passages
+        passages = source.calibration(bundle.path, manifest.tokenizer).passages
         recipe = options.recipe(shapes, checkpoint.spec.tie_word_embeddings)
         quantize(decoder, recipe, passages, checkpoint.reader(shapes))
         scores = score_decoder(decoder, floats)

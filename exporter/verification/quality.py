@@ -6,7 +6,7 @@ Letters: n scored positions, V vocab_size, D hidden_size.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from exporter.quality.domains import DOMAINS, PREFIX, Passage, passages_of
 from exporter.quality.scores import DomainScores
 from exporter.spec import DomainScore, Manifest
 from exporter.text.encoder import Encoder
+from runtime_ref.quality import passage_logits
 from runtime_ref.session import Session
 
 POSITIONS = 32
@@ -55,14 +56,14 @@ class FloatLogits:
     def __init__(self, texts: Texts, file: Path, vocab_size: int) -> None:
         self.texts, self._file, self._vocab_size = texts, file, vocab_size
 
-    def rows(self) -> Iterator[tuple[str, Passage, int, torch.Tensor]]:
-        """Domain, passage, the position that is predicted, and logits ``[V]`` of it."""
+    def rows(self) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """Domain, the token that is predicted, and logits ``[V]`` of it."""
         with self._file.open("rb") as stream:
             for name, passages in self.texts.items():
                 for passage in passages:
-                    for position in range(passage.first, len(passage.ids)):
+                    for following in passage.ids[passage.first :]:
                         logits = np.fromfile(stream, np.float32, self._vocab_size)
-                        yield name, passage, position, torch.from_numpy(logits)
+                        yield name, following, torch.from_numpy(logits)
 
 
 @contextmanager
@@ -86,15 +87,12 @@ def logits_by_layers(decoder: Decoder, passages: Sequence[Passage], read: ReadPa
     own."""
     lengths = [len(passage.ids) - 1 for passage in passages]  # nothing follows the last token
 
-    def states(n: int) -> Iterator[list[torch.Tensor]]:
-        specs = [decoder.states[i] for i, _ in decoder.layer_states[n]]
-        for rows in lengths:
-            yield [torch.zeros((1, s.rows_for(rows), *s.row_shape), dtype=getattr(torch, s.dtype)) for s in specs]
-
     with decoder.reading("embed_tokens", read):
         hidden = [decoder.embed(torch.tensor([passage.ids[:-1]])) for passage in passages]
     calls = [decoder.call(length, 0, write_first=False) for length in lengths]
-    for _ in decoder.through_layers(hidden, calls, states, lambda n: decoder.reading(f"layers.{n}", read)):
+    for _ in decoder.through_layers(
+        hidden, calls, lambda n: decoder.fresh_states(n, lengths), lambda n: decoder.reading(f"layers.{n}", read)
+    ):
         pass
     scored = torch.cat([rows[0, one.first - 1 :] for rows, one in zip(hidden, passages, strict=True)])
     with decoder.reading("norm", read), decoder.reading("lm_head", read):
@@ -105,26 +103,20 @@ def logits_by_layers(decoder: Decoder, passages: Sequence[Passage], read: ReadPa
 def score_session(session: Session, floats: FloatLogits) -> dict[str, DomainScore]:
     """What the program of `session` says of the same texts, token by token behind the first ones of a passage."""
 
-    def said(passage: Passage, position: int) -> torch.Tensor:
-        if position > passage.first:
-            return session.decode(passage.ids[position - 1])
-        session.reset()
-        return session.prefill(passage.ids[:position])
-
-    return _scores(floats, said)
+    rows = (row for own in floats.texts.values() for passage in own for row in passage_logits(session, passage))
+    return _scores(floats, rows)
 
 
 def score_decoder(decoder: Decoder, floats: FloatLogits) -> dict[str, DomainScore]:
     """The same of an eager decoder that has its weights."""
     passages = [one for own in floats.texts.values() for one in own]
     rows = (row for rows in logits_by_layers(decoder, passages, all_read) for row in rows)
-    return _scores(floats, lambda passage, position: next(rows))
+    return _scores(floats, rows)
 
 
-def _scores(floats: FloatLogits, said: Callable[[Passage, int], torch.Tensor]) -> dict[str, DomainScore]:
-    """`said` gives logits ``[V]`` in the order of the texts, of a position that is predicted."""
+def _scores(floats: FloatLogits, said: Iterator[torch.Tensor]) -> dict[str, DomainScore]:
+    """`said` gives logits ``[V]`` of every predicted position, in the order of the texts."""
     found = {name: DomainScores(name) for name in floats.texts}
-    for name, passage, position, want in floats.rows():
-        got = said(passage, position)
-        found[name].add(want[None], got[None], torch.tensor([passage.ids[position]]))
+    for (name, following, want), got in zip(floats.rows(), said, strict=True):
+        found[name].add(want[None], got[None], torch.tensor([following]))
     return {name: scores.score() for name, scores in found.items()}

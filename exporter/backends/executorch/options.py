@@ -99,6 +99,6 @@ def carries(grid: Grid) -> bool:
 
 def scales(grid: Grid) -> str:
     """The dtype in which XNNPACK keeps them, and a table that it does not multiply."""
-    if grid.name == "int8_grouped":
+    if not carries(grid):
         return "float16"
     return "bfloat16" if grid.grouped else "float32"
